@@ -1,0 +1,64 @@
+"""Number formats and schemes as rows of data; everything else about them is derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Format:
+    """An element format of codes or scales, named as in ml_dtypes."""
+
+    name: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The NumPy dtype (ml_dtypes for the 8-bit formats)."""
+        return np.dtype(getattr(ml_dtypes, self.name, self.name))
+
+    @property
+    def max(self) -> float:
+        """The largest finite value."""
+        return float(ml_dtypes.finfo(self.dtype).max)
+
+    @property
+    def table(self) -> np.ndarray:
+        """The value of each code as float32, shape [256]; NaN codes are NaN. For one-byte formats."""
+        return np.arange(256, dtype=np.uint8).view(self.dtype).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What is quantised, to which format, with which scales. Names are compressed-tensors' or in its style."""
+
+    name: str
+    dtype: str  # of the weight's codes
+    scale_dtype: str
+    block: tuple[int, int]  # rows and columns of the weight that share a scale; -1: all of them
+
+
+FORMATS = {f.name: f for f in (Format("float8_e4m3fn"),)}
+
+SCHEMES = {s.name: s for s in (Scheme("FP8A16", "float8_e4m3fn", "float32", (1, -1)),)}
+
+# What x and y may be, in the order of `Out` in kernels_cu/linear.cuh.
+FLOATS = {name: Format(name).dtype for name in ("bfloat16", "float16", "float32")}
+
+# The least scale: the smallest normal float32. A smaller one would lose bits of its own.
+SCALE_MIN = float(np.finfo(np.float32).tiny)
+
+
+def scheme(name: str) -> Scheme:
+    """The scheme of that name.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    if name not in SCHEMES:
+        raise ValueError(f"scheme {name!r} is not known; known are {', '.join(SCHEMES)}.")
+    return SCHEMES[name]

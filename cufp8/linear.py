@@ -1,0 +1,458 @@
+"""Linear: y = x @ w.T + bias with a weight in few bits. The front door."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cufp8 import interop, kernels, runtime
+from cufp8.formats import FLOATS, FORMATS, SCHEMES
+from cufp8.kernels import Problem, pick
+from cufp8.quantize import QuantizedTensor, _column_chunks, _row_chunks, quantize_to
+
+_OUT = {name: i for i, name in enumerate(FLOATS)}  # Out in kernels_cu/linear.cuh
+_HOST_SLICE = kernels.SLICE_BYTES // 4  # float32 values of a weight that exist at once on the host
+
+
+class Linear:
+    """A linear layer whose weight stays in its codes.
+
+    y = round(fmaf(scale[n], sum_k x[m, k] * code[n, k], bias[n])): products and sums in float32, one rounding, to
+    x's dtype.
+
+    Parameters
+    ----------
+    weights
+        Float weight, shape [N, K] (outputs, inputs), as `quantize` takes it.
+    bias
+        None, or floats of shape [N]; kept in float32.
+    scheme
+        "FP8A16": e4m3fn weights with a float32 scale per output channel, activations as they are.
+    device
+        "cpu", "cuda", "cuda:i". None: where the weights are if that is a GPU, else the current GPU, else "cpu".
+    out_dtype
+        "bfloat16", "float16", "float32", or None for x's.
+    pdl
+        Programmatic dependent launch (sm_90 and newer): the kernel starts, and reads codes, scales and bias, before
+        its predecessor in the stream is done. False: it starts after.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `quantize`; or if bias, out_dtype or device are not as above.
+    runtime.DeviceError
+        If a GPU is named that cannot be used.
+    """
+
+    def __init__(
+        self,
+        weights: Any,
+        bias: Any = None,
+        *,
+        scheme: str = "FP8A16",
+        device: str | None = None,
+        out_dtype: str | None = None,
+        pdl: bool = True,
+    ) -> None:
+        place = _place(device, interop.array(weights, "Linear: weights"))
+        self._init(quantize_to(weights, place, scheme), bias, out_dtype, pdl)
+
+    @classmethod
+    def from_quantized(
+        cls,
+        q: QuantizedTensor,
+        bias: Any = None,
+        *,
+        device: str | None = None,
+        out_dtype: str | None = None,
+        pdl: bool = True,
+    ) -> Linear:
+        """A layer from codes and scales that exist already; parameters as for `Linear`."""
+        layer = cls.__new__(cls)
+        layer._init(q.to(_place(device, q.codes)), bias, out_dtype, pdl)
+        return layer
+
+    def _init(self, q: QuantizedTensor, bias: Any, out_dtype: str | None, pdl: bool) -> None:
+        if out_dtype is not None and out_dtype not in FLOATS:
+            raise ValueError(f"Linear: out_dtype is {out_dtype!r}; allowed are {', '.join(FLOATS)} and None.")
+        self.shape, self.out_dtype, self.pdl = q.shape, out_dtype, pdl
+        self.scheme = next(s.name for s in SCHEMES.values() if s.dtype == q.dtype)
+        self._n, self._k = q.shape
+        bias = self._bias(bias)
+        self._plans: dict[Any, Callable[..., None]] = {}
+        if q.device == "cpu":
+            self._weight, self.bias, self._index = q, bias, None
+            return
+
+        import cupy
+
+        self._index = q.codes.device.id
+        self._current = cupy.cuda.runtime.getDevice
+        self._target = runtime.target(self._index)
+        runtime.load([row for row in kernels.KERNELS if row.linear], self._index)
+        with cupy.cuda.Device(self._index):
+            self._scale = cupy.ascontiguousarray(q.scale)
+            self._panels = kernels.panels_split(*self.shape, self._target.sms)[0]
+            self._codes = _pack(q, self._panels, self._index)
+            self.bias = None if bias is None else cupy.asarray(bias)
+            cupy.cuda.runtime.deviceSynchronize()  # from here on no stream needs to wait for the weights
+        self._dtypes = {"dtype": q.dtype, "scale_dtype": q.scale_dtype, "block": q.block}
+
+    def _bias(self, bias: Any) -> np.ndarray | None:
+        if bias is None:
+            return None
+        b = interop.to_host(interop.array(bias, "Linear: bias"))
+        if b.shape != (self._n,) or b.dtype.name not in (*FLOATS, "float64"):
+            raise ValueError(
+                f"Linear: bias is {b.dtype} of shape {list(b.shape)}; the weight {list(self.shape)} needs floats "
+                f"of shape [{self._n}]."
+            )
+        with np.errstate(over="ignore"):
+            b = b.astype(np.float32)
+        if not np.isfinite(b).all():
+            raise ValueError(f"Linear: bias[{np.flatnonzero(~np.isfinite(b))[0]}] is not finite as float32.")
+        return b
+
+    @property
+    def weight(self) -> QuantizedTensor:
+        """The codes and scales in the standard layout; on a GPU a copy, unpacked from the kernels' layout."""
+        if self._index is None:
+            return self._weight
+        return _unpack(self._codes, self._scale, self.shape, self._panels, self._index, self._dtypes)
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda:i"."""
+        return "cpu" if self._index is None else f"cuda:{self._index}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and bias, without padding."""
+        return self._n * self._k + 4 * self._n * (1 if self.bias is None else 2)
+
+    def to(self, device: str) -> Linear:
+        """The same layer on another device; itself if it is there already."""
+        if _place(device, None) == self.device:
+            return self
+        q = self.weight.to(device)
+        bias = None if self.bias is None else interop.to_host(self.bias)
+        return Linear.from_quantized(q, bias, device=q.device, out_dtype=self.out_dtype, pdl=self.pdl)
+
+    def kernels(self, m: int, x_dtype: str = "bfloat16") -> str:
+        """The name of the KERNELS row that serves m rows of x; "numpy" on the CPU."""
+        if self._index is None:
+            return "numpy"
+        return pick(self._target, self._problem(m, x_dtype)).name
+
+    def __repr__(self) -> str:
+        serving = ", ".join(f"M={m} {self.kernels(m)}" for m in (1, 16, 256))
+        return (
+            f"Linear({list(self.shape)}, {self.scheme}, device={self.device!r}, {self.nbytes:,} bytes, "
+            f"bias={self.bias is not None}, kernels: {serving})"
+        )
+
+    def __call__(self, x: Any, out: Any = None) -> Any:
+        """x @ w.T + bias.
+
+        Parameters
+        ----------
+        x
+            bfloat16, float16 or float32, shape [..., K] or [K], any strides; on the layer's device. NumPy arrays
+            go to a GPU layer and come back. Work is queued on the stream of x's library; only NumPy waits.
+        out
+            Where the result goes: x's library and device, shape [..., N], the result's dtype, rows contiguous; it
+            may not overlap x.
+
+        Returns
+        -------
+        array
+            [..., N], of x's library and device, in x's dtype or the layer's out_dtype.
+
+        Raises
+        ------
+        TypeError
+            If x is no array, or its dtype is not one of the three.
+        ValueError
+            If x has another number of features, is on another device, or `out` does not fit.
+        RuntimeError
+            If a torch tensor requires grad while grad mode is on.
+        """
+        a = interop.adapter(x)
+        if a is None:
+            raise TypeError(f"Linear: x is a {type(x).__name__}; allowed is {interop.KNOWN}.")
+        if self._index is None or a.kind in ("NumPy", "DLPack"):
+            return self._through_host(a, x, out)
+        if self._current() != self._index:
+            import cupy
+
+            with cupy.cuda.Device(self._index):
+                return self(x, out)
+
+        v = a.view(x)
+        if v.device != self._index:
+            raise self._elsewhere(v)
+        shape = v.shape
+        if not shape or shape[-1] != self._k:
+            raise self._features(shape)
+        flat = interop.rows(v)
+        if flat is None or (flat[0] > 1 and not self._k <= flat[1] < 2**31):
+            x = a.contiguous(x)
+            v = a.view(x)
+            flat = interop.rows(v) or (math.prod(shape[:-1]), self._k)
+        m, x_stride = flat
+        ptr, dtype = v.ptr, v.dtype
+        try:
+            size = _SIZES[dtype]
+        except KeyError:
+            raise self._dtype(dtype) from None
+        if ptr % size:
+            raise ValueError(f"Linear: x starts at address {ptr:#x}, which no {dtype} can; copy x first.")
+        stream = a.stream(x)
+        aligned = not (ptr | self._k * size | (x_stride * size if m > 1 else 0)) & 15
+        out_dtype = self.out_dtype or dtype
+        if out is None:
+            y = a.empty(x, (*shape[:-1], self._n), out_dtype, stream)
+            y_ptr, y_stride = a.view(y).ptr if a.kind != "JAX" else y.data.ptr, self._n
+        else:
+            y, (y_ptr, y_stride) = out, self._check_out(a, v, out, (*shape[:-1], self._n), out_dtype, size)
+        if m:
+            key = m, dtype, aligned
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = self._plan(m, dtype, aligned, stream)
+            plan(stream, ptr, x_stride if m > 1 else self._k, y_ptr, y_stride)
+        return y if out is not None else a.finish(x, y, stream)
+
+    # --- one problem's launch ----------------------------------------------------------------------------
+
+    def _problem(self, m: int, x_dtype: str, aligned16: bool = True, captured: bool = False) -> Problem:
+        return Problem(
+            self.scheme, (1, self._k), x_dtype, self.out_dtype or x_dtype, m, self._n, self._k,
+            aligned16=aligned16, captured=captured,
+        )  # fmt: skip
+
+    def _plan(self, m: int, x_dtype: str, aligned: bool, stream: int) -> Callable[..., None]:
+        """How m rows are served, as a call of (stream, x, x's stride, y, y's stride); remembered."""
+        problem = self._problem(m, x_dtype, aligned)
+        row = pick(self._target, problem)
+        if row.plan is None:
+            plan = partial(self._library, problem, self._launch_plan(self._problem(m, x_dtype, aligned, True)))
+        else:
+            plan = self._launch_plan(problem)
+        if len(self._plans) >= 4096:
+            self._plans.clear()
+        self._plans[m, x_dtype, aligned] = plan
+        return plan
+
+    def _launch_plan(self, p: Problem) -> Callable[..., None]:
+
+        row = pick(self._target, p)
+        launch = row.plan(self._target, p)
+        pdl = self.pdl and kernels.arch_of(self._target.arch).pdl
+        launcher = runtime.Launcher(row, launch, self._index, pdl=pdl)
+        codes, scale = self._codes.data.ptr, self._scale.data.ptr
+        bias = 0 if self.bias is None else self.bias.data.ptr
+        units, steps = kernels.units_steps(p.n, p.k)
+        tail = p.m, p.n, p.k, steps, _OUT[p.out_dtype], *divmod(units, self._panels), launch.split, launch.stages
+
+        def plan(stream: int, x: int, x_stride: int, y: int, y_stride: int) -> None:
+            launcher(stream, x, codes, scale, bias, y, x_stride, y_stride, *tail)
+
+        return plan
+
+    def _library(
+        self, p: Problem, captured: Callable[..., None], stream: int, x: int, x_stride: int, y: int, y_stride: int
+    ) -> None:
+        """The cuBLAS row; during a capture, which it refuses, the row that serves then."""
+        from cufp8 import cublas
+
+        if runtime.capturing(stream):
+            return captured(stream, x, x_stride, y, y_stride)
+        return cublas.product(
+            stream, x, x_stride, y, y_stride,
+            codes=self._codes.data.ptr, scale=self._scale.data.ptr,
+            bias=0 if self.bias is None else self.bias.data.ptr,
+            m=p.m, n=p.n, k=p.k, panels=self._panels, x_dtype=p.x_dtype, out=_OUT[p.out_dtype], device=self._index,
+        )  # fmt: skip
+
+    # --- on the host -------------------------------------------------------------------------------------
+
+    def _through_host(self, a: Any, x: Any, out: Any) -> Any:
+        """Host arrays, and arrays that only DLPack knows: NumPy computes, or a GPU layer with copies both ways."""
+        if a.kind != "DLPack":
+            a.view(x)  # refuses what wants a gradient or is being traced
+        h = a.array(x)
+        if not interop.on_host(h):
+            if self._index is None:
+                raise self._elsewhere(interop.adapter(h).view(h))
+            return self(h, out)
+        if h.dtype.name not in FLOATS:
+            raise self._dtype(h.dtype.name)
+        if not h.ndim or h.shape[-1] != self._k:
+            raise self._features(h.shape)
+        shape = (*h.shape[:-1], self._n)
+        dtype = self.out_dtype or h.dtype.name
+        if out is not None:
+            target = self._check_host_out(a, h, out, shape, dtype)
+        if self._index is None:
+            y = self._multiply_host(h.reshape(-1, self._k), dtype).reshape(shape)
+        else:
+            import cupy
+
+            with cupy.cuda.Device(self._index):
+                y = cupy.asnumpy(self(cupy.asarray(np.ascontiguousarray(h))))
+        if out is None:
+            return a.from_host(x, y) if hasattr(a, "from_host") else y
+        target[...] = y
+        return out
+
+    def _multiply_host(self, x: np.ndarray, dtype: str) -> np.ndarray:
+        q, table = self._weight, FORMATS[self._weight.dtype].table
+        x = x.astype(np.float32, copy=False)
+        y = np.empty((x.shape[0], self._n), FLOATS[dtype])
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            for r in _row_chunks(self.shape, _HOST_SLICE):
+                sums = np.zeros((x.shape[0], r.stop - r.start), np.float32)
+                for c in _column_chunks(self.shape):
+                    sums += x[:, c] @ table[q.codes[r, c]].T
+                # In float64 the product is exact and the sum's rounding is far below float32's: as one fmaf.
+                v = sums.astype(np.float64) * q.scale[r].ravel()
+                if self.bias is not None:
+                    v += self.bias[r]
+                y[:, r] = v.astype(np.float32).astype(y.dtype)
+        return y
+
+    # --- errors ------------------------------------------------------------------------------------------
+
+    def _features(self, shape: Any) -> ValueError:
+        shape = list(shape)
+        count = f"{shape[-1]} features (shape {shape})" if shape else "no dimension"
+        return ValueError(f"Linear: x has {count}; the weight {list(self.shape)} needs {self._k}.")
+
+    def _dtype(self, name: str) -> TypeError:
+        return TypeError(f"Linear: x is {name}; allowed are {', '.join(FLOATS)}. Convert x first.")
+
+    def _elsewhere(self, v: interop.View) -> ValueError:
+        where = "the CPU" if v.device is None else f"cuda:{v.device}"
+        wish = "cpu" if v.device is None else f"cuda:{v.device}"
+        return ValueError(
+            f"Linear: x is on {where}, the layer on {self.device}; move x, or the layer by layer.to({wish!r})."
+        )
+
+    def _check_out(
+        self, a: Any, v: interop.View, out: Any, shape: tuple[int, ...], dtype: str, x_size: int
+    ) -> tuple[int, int]:
+        """Pointer and row stride of `out`, which must fit; a view of a wider array may."""
+        b = interop.adapter(out)
+        if b is None or b.kind != a.kind or not b.writeable(out):
+            kind = type(out).__name__ if b is None else b.kind
+            raise TypeError(f"Linear: out is a {kind} array, x a {a.kind} one; out must be x's kind and writeable.")
+        w = b.view(out)
+        if w.dtype != dtype or tuple(w.shape) != shape or w.device != v.device:
+            raise ValueError(
+                f"Linear: out is {w.dtype} {list(w.shape)} on device {w.device}; needed is {dtype} {list(shape)} "
+                f"on device {v.device}."
+            )
+        flat = interop.rows(w)
+        if 0 in shape:
+            return w.ptr, self._n
+        if flat is None or (flat[0] > 1 and flat[1] < self._n):
+            raise ValueError(f"Linear: out has strides {list(w.strides)}; needed are contiguous rows, one pitch.")
+        first, end = interop.extent(w, FLOATS[dtype].itemsize)
+        for what, (low, high) in (
+            ("x", interop.extent(v, x_size)),
+            ("the weight", (self._codes.data.ptr, self._codes.data.ptr + self._codes.nbytes)),
+        ):
+            if first < high and low < end:
+                raise ValueError(f"Linear: out overlaps {what} in memory; give it memory of its own.")
+        return w.ptr, flat[1]
+
+    def _check_host_out(self, a: Any, x: np.ndarray, out: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        b = interop.adapter(out)
+        if b is None or b.kind != a.kind or not b.writeable(out):
+            kind = type(out).__name__ if b is None else b.kind
+            raise TypeError(f"Linear: out is a {kind} array, x a {a.kind} one; out must be x's kind and writeable.")
+        target = out if isinstance(out, np.ndarray) else b.array(out)
+        if (
+            not interop.on_host(target)
+            or target.dtype != FLOATS[dtype]
+            or not target.dtype.isnative
+            or target.shape != shape
+        ):
+            raise ValueError(
+                f"Linear: out is {target.dtype} {list(target.shape)}; needed is {dtype} {list(shape)} on the host."
+            )
+        if _overlap(x, target):
+            raise ValueError("Linear: out overlaps x in memory; give it memory of its own.")
+        return target
+
+
+_SIZES = {name: dtype.itemsize for name, dtype in FLOATS.items()}
+
+
+def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
+    try:
+        return np.shares_memory(a, b, max_work=100_000)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _place(device: str | None, weights: Any) -> str:
+    """The device a layer goes to: "cpu" or "cuda:i"."""
+    if device is None:
+        if not interop.on_host(weights):
+            return f"cuda:{weights.device.id}"
+
+        return f"cuda:{runtime.current_device()}" if runtime.available() else "cpu"
+    if device == "cuda":
+        runtime.require()
+        return f"cuda:{runtime.current_device()}"
+    return device
+
+
+def _pack(q: QuantizedTensor, panels: int, device: int) -> Any:
+    """The codes of q, on the current GPU, in the kernels' layout."""
+    import cupy
+
+    codes = q.codes if q.codes.strides[1] == 1 or q.shape[1] == 1 else cupy.ascontiguousarray(q.codes)
+    units, steps = kernels.units_steps(*q.shape)
+    packed = cupy.empty(units * steps * kernels.UNIT * kernels.STEP, np.uint8)
+    # The codes may come from any library's stream, and y follows on any: the layer is made between two waits.
+    cupy.cuda.runtime.deviceSynchronize()
+    _relayout("pack", q.shape, panels, device, codes.data.ptr, 0, packed.data.ptr, codes.strides[0], 0)
+    return packed
+
+
+def _unpack(
+    packed: Any, scale: Any, shape: tuple[int, int], panels: int, device: int, kind: dict[str, Any]
+) -> QuantizedTensor:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        codes = cupy.empty(shape, np.uint8)
+        _relayout("unpack", shape, panels, device, 0, packed.data.ptr, codes.data.ptr, 0, shape[1])
+    return QuantizedTensor(codes, scale, shape=shape, _trusted=True, **kind)
+
+
+def _relayout(
+    entry: str,
+    shape: tuple[int, int],
+    panels: int,
+    device: int,
+    x: int,
+    codes: int,
+    y: int,
+    x_stride: int,
+    y_stride: int,
+) -> None:
+    import cupy
+
+    units, steps = kernels.units_steps(*shape)
+    launch = kernels.Launch(entry, (steps, min(units, 65535), 1), 64)
+    launcher = runtime.Launcher(runtime.row("layout"), launch, device)
+    stream = cupy.cuda.get_current_stream().ptr
+    launcher(stream, x, codes, 0, 0, y, x_stride, y_stride, 0, *shape, steps, 0, *divmod(units, panels), 1, 0)

@@ -1,0 +1,493 @@
+"""Float weights -> codes and scales, on the host and on the GPU (the same bits), and the error that costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cufp8 import interop, kernels, runtime
+from cufp8.formats import FLOATS, FORMATS, SCALE_MIN
+from cufp8.formats import scheme as scheme_of
+
+_TILE = 1 << 20  # values handled at once on the host: 4 MiB as float32
+_STAGE_BYTES = 32 << 20  # part of a host weight that is on the GPU at once while it is quantised there
+_WEIGHTS = (*FLOATS, "float64")
+
+
+class QuantizedTensor:
+    """Codes and scales of a matrix: value = code * scale.
+
+    Parameters
+    ----------
+    codes
+        uint8 (or float8 of the same dtype), shape [N, K].
+    scale
+        float32, one per block: shape [N, 1] (or [N]) for the block (1, K).
+    dtype, scale_dtype
+        ml_dtypes names of the codes' and the scales' format: "float8_e4m3fn", "float32".
+    shape
+        (N, K).
+    block
+        Rows and columns that share a scale: (1, K), or (1, -1) for the same.
+    global_scale
+        Must be None: no format here has one yet.
+
+    Codes and scale are NumPy arrays where `device` is "cpu", CuPy arrays where it is "cuda:i"; arrays of
+    torch, JAX or DLPack are taken without a copy.
+
+    Raises
+    ------
+    TypeError
+        If codes or scale are no arrays, or of another dtype.
+    ValueError
+        If shapes do not fit together, a code is NaN, or a scale is not finite and positive.
+    """
+
+    def __init__(
+        self,
+        codes: Any,
+        scale: Any,
+        *,
+        dtype: str,
+        scale_dtype: str,
+        shape: tuple[int, int],
+        block: tuple[int, int],
+        global_scale: None = None,
+        _trusted: bool = False,
+    ) -> None:
+        if dtype not in FORMATS:
+            raise ValueError(f"QuantizedTensor: dtype {dtype!r} is not known; known: {', '.join(FORMATS)}.")
+        if scale_dtype != "float32":
+            raise ValueError(f"QuantizedTensor: scale_dtype is {scale_dtype!r}; allowed is 'float32'.")
+        if global_scale is not None:
+            raise ValueError("QuantizedTensor: global_scale was given; no format known here has one.")
+        shape = tuple(int(n) for n in shape)
+        if len(shape) != 2 or min(shape) < 1:
+            raise ValueError(f"QuantizedTensor: shape is {list(shape)}; needed is [N, K], each at least 1.")
+        n, k = shape
+        if tuple(block) not in ((1, k), (1, -1)):
+            raise ValueError(f"QuantizedTensor: block is {block}; allowed is (1, {k}), a scale per row.")
+        codes = interop.array(codes, "QuantizedTensor: codes")
+        scale = interop.array(scale, "QuantizedTensor: scale")
+        if interop.on_host(codes) and codes.dtype == FORMATS[dtype].dtype:
+            codes = codes.view(np.uint8)
+        if codes.dtype != np.uint8:
+            raise TypeError(f"QuantizedTensor: codes are {codes.dtype}; needed is uint8 (or {dtype}).")
+        if tuple(codes.shape) != shape:
+            raise ValueError(f"QuantizedTensor: codes have shape {list(codes.shape)}; needed is {list(shape)}.")
+        if scale.dtype != np.float32:
+            raise TypeError(f"QuantizedTensor: scale is {scale.dtype}; needed is float32.")
+        if tuple(scale.shape) not in ((n, 1), (n,)):
+            raise ValueError(
+                f"QuantizedTensor: scale has shape {list(scale.shape)}; needed is [{n}, 1], a scale per row."
+            )
+        self.codes, self.scale = codes, scale.reshape(n, 1)
+        self.dtype, self.scale_dtype = dtype, scale_dtype
+        self.shape, self.block, self.global_scale = shape, (1, k), None
+        if interop.on_host(codes) != interop.on_host(scale):
+            raise ValueError("QuantizedTensor: codes and scale lie on different devices; move one of them.")
+        if not interop.on_host(codes) and codes.device != scale.device:
+            raise ValueError("QuantizedTensor: codes and scale lie on different GPUs; move one of them.")
+        if not _trusted:
+            self._check()
+
+    def _check(self) -> None:
+        if not interop.on_host(self.codes):
+            import cupy
+
+            with self.codes.device:
+                cupy.cuda.runtime.deviceSynchronize()  # codes and scale may come from any library's stream
+        scale = interop.to_host(self.scale).ravel()
+        bad = np.flatnonzero(~(np.isfinite(scale) & (scale > 0)))
+        if bad.size:
+            raise ValueError(
+                f"QuantizedTensor: {bad.size} of {scale.size} scales are not finite and positive, the first at row "
+                f"{bad[0]}: {scale[bad[0]]}."
+            )
+        count, first = _count_nan(self.codes)
+        if count:
+            row, column = divmod(first, self.shape[1])
+            raise ValueError(
+                f"QuantizedTensor: {count} of the {self.dtype} codes are NaN, the first at [{row}, {column}]."
+            )
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda:i"."""
+        return "cpu" if interop.on_host(self.codes) else f"cuda:{self.codes.device.id}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales, without padding."""
+        return math.prod(self.shape) + 4 * self.shape[0]
+
+    def to(self, device: str) -> QuantizedTensor:
+        """The same tensor on "cpu" or "cuda:i"; itself if it is there already."""
+        if device == "cuda":
+            device = f"cuda:{_current_device()}"
+        if device == self.device:
+            return self
+        if self.device != "cpu":
+            here = self._moved(interop.to_host(self.codes), interop.to_host(self.scale))
+            return here if device == "cpu" else here.to(device)
+        cupy, index = _gpu(device)
+        with cupy.cuda.Device(index):
+            return self._moved(cupy.asarray(self.codes), cupy.asarray(self.scale))
+
+    def _moved(self, codes: Any, scale: Any) -> QuantizedTensor:
+        return QuantizedTensor(
+            codes,
+            scale,
+            dtype=self.dtype,
+            scale_dtype=self.scale_dtype,
+            shape=self.shape,
+            block=self.block,
+            _trusted=True,
+        )
+
+    def dequantize(self, dtype: str = "float32") -> Any:
+        """code * scale in float32, rounded to `dtype` (a float's ml_dtypes name); NumPy or CuPy, shape [N, K].
+
+        Raises
+        ------
+        ValueError
+            If the dtype is not bfloat16, float16, float32 or float64.
+        """
+        if dtype not in _WEIGHTS:
+            raise ValueError(f"dequantize: dtype is {dtype!r}; allowed are {', '.join(_WEIGHTS)}.")
+        if not interop.on_host(self.codes):
+            return _dequantize_gpu(self, dtype)
+        table = FORMATS[self.dtype].table
+        out = np.empty(self.shape, FLOATS.get(dtype, dtype))
+        with np.errstate(over="ignore"):
+            for r in _row_chunks(self.shape, 4 * _TILE):
+                out[r] = (table[self.codes[r]] * self.scale[r]).astype(out.dtype)
+        return out
+
+    def __repr__(self) -> str:
+        return f"QuantizedTensor({list(self.shape)}, {self.dtype}, block={self.block}, device={self.device!r})"
+
+
+def quantize(w: Any, scheme: str = "FP8A16") -> QuantizedTensor:
+    """Quantise a weight matrix.
+
+    FP8A16: `scale[n] = max(amax(abs(w[n, :])) / 448, 2^-126)`, 1 for a row of zeros;
+    `codes = e4m3fn(clip(w / scale, -448, 448))`, ties to even; all in float32 (float64 is rounded first).
+
+    Parameters
+    ----------
+    w
+        float16, bfloat16, float32 or float64, shape [N, K], any strides; NumPy, CuPy, torch or JAX.
+    scheme
+        A name in formats.SCHEMES.
+
+    Returns
+    -------
+    QuantizedTensor
+        On the device where w is. On a host it takes at most 64 MiB beside w and the result.
+
+    Raises
+    ------
+    TypeError
+        If w is no array or no such float.
+    ValueError
+        If w is not two-dimensional or is empty, or has a value that is not finite as float32: the text says
+        how many and where the first is. If the scheme is not known.
+
+    Source: OCP 8-bit Floating Point Specification 1.0 for e4m3fn.
+    """
+    row = scheme_of(scheme)
+    a = _weights(w)
+    if interop.on_host(a):
+        codes, scale, bad = _quantize_host(a, FORMATS[row.dtype])
+    else:
+        stream = interop.stream(w)
+        codes, scale, bad = _quantize_gpu(a, a.device.id, stream)
+    _refuse(bad, a.shape)
+    return _quantized(codes, scale, row.dtype, row.scale_dtype, a.shape)
+
+
+def quantize_to(w: Any, device: str, scheme: str = "FP8A16") -> QuantizedTensor:
+    """`quantize` of a weight that is wanted on `device`: on a GPU it is quantised there, part by part."""
+    row = scheme_of(scheme)
+    a = _weights(w)
+    if device == "cpu" or not interop.on_host(a):
+        return quantize(w, scheme).to(device)
+    cupy, index = _gpu(device)
+    n, k = a.shape
+    with cupy.cuda.Device(index):
+        codes, scale, bad = cupy.empty((n, k), np.uint8), cupy.empty((n, 1), np.float32), (0, 0)
+        for r in _row_chunks(a.shape, _STAGE_BYTES // a.dtype.itemsize):
+            part = cupy.asarray(np.ascontiguousarray(a[r]).view(f"u{a.dtype.itemsize}")).view(_cupy_dtype(a.dtype))
+            found = _quantize_gpu(part, index, cupy.cuda.get_current_stream().ptr, codes[r], scale[r])[2]
+            if found[0]:
+                bad = bad[0] + found[0], bad[1] if bad[0] else r.start * k + found[1]
+    _refuse(bad, a.shape)
+    return _quantized(codes, scale, row.dtype, row.scale_dtype, a.shape)
+
+
+def _quantized(codes: Any, scale: Any, dtype: str, scale_dtype: str, shape: Any) -> QuantizedTensor:
+    return QuantizedTensor(
+        codes, scale, dtype=dtype, scale_dtype=scale_dtype, shape=shape, block=(1, shape[1]), _trusted=True
+    )
+
+
+def _weights(w: Any) -> Any:
+    a = interop.array(w, "quantize: w")
+    if a.dtype.name not in _WEIGHTS:
+        raise TypeError(f"quantize: w is {a.dtype}; allowed are {', '.join(_WEIGHTS)}.")
+    if a.ndim != 2 or 0 in a.shape:
+        raise ValueError(f"quantize: w has shape {list(a.shape)}; needed is [N, K], each at least 1.")
+    return a
+
+
+def _refuse(bad: tuple[int, int], shape: tuple[int, int]) -> None:
+    count, first = bad
+    if count:
+        row, column = divmod(first, shape[1])
+        raise ValueError(
+            f"quantize: {count} of {shape[0] * shape[1]} weights are not finite as float32 (NaN, Inf or beyond "
+            f"3.4e38), the first at [{row}, {column}]."
+        )
+
+
+# --- on the host -----------------------------------------------------------------------------------------
+
+
+def _row_chunks(shape: tuple[int, int], values: int) -> Iterator[slice]:
+    step = max(1, values // shape[1])
+    return (slice(i, min(i + step, shape[0])) for i in range(0, shape[0], step))
+
+
+def _column_chunks(shape: tuple[int, int]) -> Iterator[slice]:
+    return (slice(i, min(i + _TILE, shape[1])) for i in range(0, shape[1], _TILE))
+
+
+def _quantize_host(w: np.ndarray, fmt: Any) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+    """Codes, scales, and (how many values are not finite, index of the first)."""
+    n, k = w.shape
+    codes, scale, count, first = np.empty((n, k), np.uint8), np.empty((n, 1), np.float32), 0, 0
+    top = np.float32(fmt.max)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        for r in _row_chunks(w.shape, _TILE):
+            amax = np.zeros((r.stop - r.start, 1), np.float32)
+            for c in _column_chunks(w.shape):
+                tile = np.abs(w[r, c].astype(np.float32))
+                finite = np.isfinite(tile)
+                if not finite.all():
+                    i, j = np.argwhere(~finite)[0]
+                    at = (r.start + int(i)) * k + c.start + int(j)
+                    first = min(first, at) if count else at
+                    count += int(finite.size - np.count_nonzero(finite))
+                np.maximum(amax, tile.max(axis=1, keepdims=True), out=amax)
+            scale[r] = np.where(amax == 0, np.float32(1), np.maximum(amax / top, np.float32(SCALE_MIN)))
+            for c in _column_chunks(w.shape):
+                tile = w[r, c].astype(np.float32) / scale[r]
+                np.clip(tile, -top, top, out=tile)
+                codes[r, c] = tile.astype(fmt.dtype).view(np.uint8)
+    return codes, scale, (count, first)
+
+
+# --- on the GPU ------------------------------------------------------------------------------------------
+
+
+def _cupy_dtype(dtype: np.dtype) -> np.dtype:
+    return np.dtype(FLOATS.get(dtype.name, dtype))
+
+
+def _current_device() -> int:
+
+    runtime.require()
+    return runtime.current_device()
+
+
+def _gpu(device: str) -> tuple[Any, int]:
+    """CuPy and the index that "cuda" or "cuda:i" names."""
+
+    name, _, number = device.partition(":")
+    if name != "cuda" or (number and not number.isdecimal()):
+        raise ValueError(f"device is {device!r}; allowed are 'cpu', 'cuda' and 'cuda:<index>'.")
+    runtime.require()
+    index = int(number) if number else runtime.current_device()
+    runtime.target(index)
+    import cupy
+
+    return cupy, index
+
+
+def _quantize_gpu(
+    w: Any, device: int, stream: int, codes: Any = None, scale: Any = None
+) -> tuple[Any, Any, tuple[int, int]]:
+    """As _quantize_host, by quantize.cu on `stream`; ends in a synchronise: weights never change again."""
+    import cupy
+
+    n, k = w.shape
+    size = w.dtype.itemsize
+    with cupy.cuda.Device(device), runtime.stream(stream):
+        if codes is None:
+            codes, scale = cupy.empty((n, k), np.uint8), cupy.empty((n, 1), np.float32)
+        stride_n, stride_k = (s // size for s in w.strides)
+        whole = stride_k == 1 and k * size % 16 == 0 and stride_n * size % 16 == 0 and w.data.ptr % 16 == 0
+        entry = f"quantize_{w.dtype.name}{'' if whole else '_any'}"
+        fields = (w.data.ptr, codes.data.ptr, scale.data.ptr), (stride_n, stride_k, codes.strides[0], k)
+        bad = _with_status(entry, n, device, stream, *fields)
+    return codes, scale, bad
+
+
+def _with_status(
+    entry: str, rows: int, device: int, stream: int, arrays: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[int, int]:
+    """Launch an entry of quantize.cu over `rows`; what it counted and the least index, or (0, 0)."""
+    import cupy
+
+    row = runtime.row("quantize")
+    launcher = runtime.Launcher(row, kernels.Launch(entry, (rows, 1, 1), 256), device)
+    status = np.array([0, 2**64 - 1], np.uint64)
+    on_gpu = cupy.cuda.alloc(16)
+    copy = cupy.cuda.runtime.memcpyAsync
+    copy(on_gpu.ptr, status.ctypes.data, 16, 1, stream)
+    launcher(stream, *arrays, on_gpu.ptr, *strides)
+    copy(status.ctypes.data, on_gpu.ptr, 16, 2, stream)
+    cupy.cuda.runtime.streamSynchronize(stream)
+    count, first = (int(v) for v in status)
+    return (count, first) if count else (0, 0)
+
+
+def _dequantize_gpu(q: QuantizedTensor, dtype: str) -> Any:
+    """On CuPy's current stream; not by CuPy's own kernels, which flush what is subnormal in float32."""
+    import cupy
+
+    n, k = q.shape
+    device = q.codes.device.id
+    with cupy.cuda.Device(device):
+        codes, scale = cupy.ascontiguousarray(q.codes), cupy.ascontiguousarray(q.scale)
+        out = cupy.empty((n, k), FLOATS.get(dtype, dtype))
+        launch = kernels.Launch(f"dequantize_{dtype}", (n, 1, 1), 256)
+        launcher = runtime.Launcher(runtime.row("quantize"), launch, device)
+        stream = cupy.cuda.get_current_stream().ptr
+        launcher(stream, out.data.ptr, codes.data.ptr, scale.data.ptr, 0, k, 1, k, k)
+    return out
+
+
+def _count_nan(codes: Any) -> tuple[int, int]:
+    n, k = codes.shape
+    if not interop.on_host(codes):
+        import cupy
+
+        device = codes.device.id
+        with cupy.cuda.Device(device):
+            if codes.strides[1] != 1 and k > 1:
+                codes = cupy.ascontiguousarray(codes)
+            stream = interop.stream(codes)
+            arrays = (0, codes.data.ptr, 0)
+            return _with_status("find_nan", n, device, stream, arrays, (0, 0, codes.strides[0], k))
+    count = first = 0
+    for r in _row_chunks(codes.shape, _TILE):
+        nan = (codes[r] & 0x7F) == 0x7F
+        if nan.any():
+            if not count:
+                i, j = np.argwhere(nan)[0]
+                first = (r.start + int(i)) * k + int(j)
+            count += int(np.count_nonzero(nan))
+    return count, first
+
+
+# --- the error -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """What quantising a weight costs, as `error_report` defines it. All but the bytes are ratios."""
+
+    rel_l2: float
+    worst_channel_rel_l2: float
+    underflow: float
+    crest: float
+    bytes_before: int
+    bytes_after: int
+    output_rel_l2: float | None = None
+    output_cosine: float | None = None
+
+
+def error_report(w: Any, q: QuantizedTensor, x: Any = None) -> ErrorReport:
+    """Compare a weight with its quantised form, on the host, in float64 (products with x in float32).
+
+    Parameters
+    ----------
+    w
+        The float weight, shape [N, K], any library.
+    q
+        What `quantize` made of it.
+    x
+        Activations [..., K], any library: adds the error of x @ w.T.
+
+    Returns
+    -------
+    ErrorReport
+        rel_l2: norm(w - deq) / norm(w). worst_channel_rel_l2: the largest of that over rows with a norm above 0.
+        underflow: the share of non-zero weights whose dequantised value is 0. crest: the largest amax / rms over
+        rows. bytes_before: of w as it was given; bytes_after: codes and scales. output_rel_l2 and output_cosine:
+        of x @ deq.T against x @ w.T. A weight of zeros has all errors 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If w or x is no float array or a shape does not fit q.
+    """
+    a = _weights(w)
+    if tuple(a.shape) != q.shape:
+        raise ValueError(f"error_report: w has shape {list(a.shape)}; q has {list(q.shape)}.")
+    before = int(a.size * a.dtype.itemsize)
+    a, q = interop.to_host(a), q.to("cpu")
+    n, k = q.shape
+    if x is not None:
+        x = interop.to_host(interop.array(x, "error_report: x"))
+        if x.dtype.name not in _WEIGHTS or x.ndim < 1 or x.shape[-1] != k:
+            raise ValueError(f"error_report: x is {x.dtype} of shape {list(x.shape)}; needed is a float [..., {k}].")
+        x = x.reshape(-1, k).astype(np.float32)
+    square = error = 0.0
+    nonzero = lost = 0
+    worst = crest = 0.0
+    outputs = np.zeros(3)  # |x w|^2, |x (deq - w)|^2, |x deq|^2
+    dot = 0.0
+    table = FORMATS[q.dtype].table
+    for r in _row_chunks(q.shape, _TILE):
+        exact = a[r].astype(np.float32)
+        deq = table[q.codes[r]] * q.scale[r]
+        wide = exact.astype(np.float64)
+        squares = np.square(wide).sum(axis=1)
+        errors = np.square(wide - deq).sum(axis=1)
+        square, error = square + squares.sum(), error + errors.sum()
+        some = squares > 0
+        if some.any():
+            worst = max(worst, float(np.sqrt(errors[some] / squares[some]).max()))
+            peak = np.abs(wide[some]).max(axis=1)
+            crest = max(crest, float((peak / np.sqrt(squares[some] / k)).max()))
+        nonzero += int(np.count_nonzero(exact))
+        lost += int(np.count_nonzero((exact != 0) & (deq == 0)))
+        if x is not None:
+            y, z = (x @ exact.T).astype(np.float64), (x @ deq.T).astype(np.float64)
+            outputs += np.square(y).sum(), np.square(z - y).sum(), np.square(z).sum()
+            dot += float((y * z).sum())
+    return ErrorReport(
+        rel_l2=_ratio(error, square),
+        worst_channel_rel_l2=worst,
+        underflow=lost / nonzero if nonzero else 0.0,
+        crest=crest,
+        bytes_before=before,
+        bytes_after=q.nbytes,
+        output_rel_l2=None if x is None else _ratio(outputs[1], outputs[0]),
+        output_cosine=None if x is None else _cosine(dot, outputs[0], outputs[2]),
+    )
+
+
+def _ratio(error: float, square: float) -> float:
+    return math.sqrt(error / square) if square else 0.0
+
+
+def _cosine(dot: float, a: float, b: float) -> float:
+    return dot / math.sqrt(a * b) if a and b else 1.0

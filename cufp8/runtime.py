@@ -1,0 +1,562 @@
+"""Compile, cache, load, launch: the only module that knows NVRTC and the CUDA driver.
+
+CuPy's NVRTC binding compiles a file of kernels_cu/ for the GPU's exact target, with options of our own
+(CuPy's RawModule would add -ftz=true and its own -arch); the cubin goes to a cache on disk; CuPy loads
+it; cuLaunchKernelEx launches it, for CuPy knows neither programmatic dependent launch nor clusters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cufp8.formats import FLOATS
+from cufp8.kernels import ARCHS, KERNELS, ROWS, Kernel, Launch, Problem, Target, arch_of
+
+
+class DeviceError(RuntimeError):
+    """No usable GPU, driver or compiler, or the driver refused a call."""
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel; the text carries its log and the options."""
+
+
+# --- sources ---------------------------------------------------------------------------------------------
+
+
+@cache
+def sources_dir() -> Path:
+    """The folder kernels_cu/: inside the installed package, or beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "kernels_cu", here.parent / "kernels_cu"):
+        if (folder / "linear.cuh").is_file():
+            return folder
+    raise DeviceError(f"cufp8's kernels_cu folder is missing beside {here}; install cufp8 again.")
+
+
+@cache
+def sources(source: str) -> dict[str, bytes]:
+    """A file of kernels_cu/ and all that it includes, by name, the file first."""
+    found = {source: (sources_dir() / source).read_bytes()}
+    for name in re.findall(rb'^#include "([^"]+)"', found[source], re.M):
+        found.update(sources(name.decode()))
+    return found
+
+
+def options(row: Kernel, arch: str) -> tuple[str, ...]:
+    """NVRTC's options. Not -ftz: a scale or a code's value may be subnormal in float32."""
+    return (
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        "--ptxas-options=-v",
+        f"-DARGS_BYTES={row.args.size}",
+        *(f"-D{name}={value}" for name, value in row.defines),
+    )
+
+
+# Problems whose launches stand for a row's rule in its digest.
+_PROBES = tuple(
+    Problem("FP8A16", (1, k), x, x, m, n, k, aligned16=k % 8 == 0)
+    for n, k in ((1024, 8192), (4096, 4096), (4096, 14336), (6144, 4096), (28672, 8192), (151936, 4096), (1000, 4097))
+    for m in (1, 2, 8, 16, 32, 64, 100, 256, 257, 4096)
+    for x in FLOATS
+)
+
+
+@cache
+def digests() -> dict[str, str]:
+    """sha256 per row of KERNELS over its sources, its constants, and how it would be launched. Needs no GPU."""
+    found = {}
+    for row in KERNELS:
+        h = hashlib.sha256()
+        for name, text in sorted(sources(row.source).items()):
+            h.update(name.encode() + b"\0" + text + b"\0")
+        h.update(repr((row.args.format, row.defines)).encode())
+        for target in (Target("sm_90a", 132, 232448, True), Target("sm_80", 108, 166912, False)):
+            served = [p for p in _PROBES if row.serves(target, p)]
+            h.update(repr([row.plan(target, p) if row.plan else p for p in served]).encode())
+        found[row.name] = h.hexdigest()
+    return found
+
+
+# --- the GPU ---------------------------------------------------------------------------------------------
+
+
+@cache
+def why_not() -> str | None:
+    """One sentence that says why no GPU is used, or None where one is."""
+    try:
+        import cupy
+    except ImportError as e:
+        if e.name and e.name.partition(".")[0] != "cupy":
+            return f"CuPy is installed but does not import: {e}."
+        return "CuPy is not installed; install cufp8[cuda13] (driver 580 or newer) or cufp8[cuda12]."
+    runtime = cupy.cuda.runtime
+    try:
+        driver, built = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    except Exception as e:
+        return f"the CUDA runtime cannot be asked: {e}."
+    if driver == 0:
+        return "there is no NVIDIA driver (libcuda.so.1 is missing or finds no GPU)."
+    if driver // 1000 < built // 1000:
+        return (
+            f"the NVIDIA driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, CuPy is built for "
+            f"{built // 1000}.x; update the driver or install cufp8[cuda{driver // 1000}]."
+        )
+    try:
+        if runtime.getDeviceCount() == 0:
+            return "the driver finds no GPU."
+    except Exception as e:
+        return f"the driver finds no GPU: {e}."
+    return None
+
+
+def available() -> bool:
+    """Whether a GPU, its driver and CuPy can be used."""
+    return why_not() is None
+
+
+def require() -> None:
+    """Raise DeviceError unless `available()`."""
+    reason = why_not()
+    if reason:
+        raise DeviceError(f"cufp8 cannot use a GPU: {reason}")
+
+
+def current_device() -> int:
+    """The index of the calling thread's current GPU."""
+    import cupy
+
+    return cupy.cuda.runtime.getDevice()
+
+
+def target(device: int | None = None) -> Target:
+    """What `kernels.pick` needs to know of a GPU.
+
+    Raises
+    ------
+    DeviceError
+        If there is no such GPU, or it is older than sm_75.
+    """
+    require()
+    return _target(current_device() if device is None else device)
+
+
+@cache
+def _target(device: int) -> Target:
+    from cupy.cuda import runtime
+
+    count = runtime.getDeviceCount()
+    if not 0 <= device < count:
+        raise DeviceError(f"there is no GPU cuda:{device}; this machine has {count}, counted from 0.")
+
+    def attribute(number: int) -> int:
+        return runtime.deviceGetAttribute(number, device)
+
+    cc = attribute(75), attribute(76)
+    if cc < (7, 5):
+        raise DeviceError(f"cuda:{device} has compute capability {cc[0]}.{cc[1]}; cufp8 needs 7.5 or newer.")
+    name = next((a.name for a in ARCHS.values() if a.cc == cc), None)
+    if name is None:
+        name = f"sm_{cc[0]}{cc[1]}"
+        warnings.warn(f"cufp8 has no table row for {name}: its generic kernels serve, untimed.", stacklevel=2)
+    return Target(name, attribute(16), attribute(97), arch_of(name).proven)
+
+
+# --- compile ---------------------------------------------------------------------------------------------
+
+
+class Compiled(NamedTuple):
+    """What NVRTC made of a file: machine code, its log (resources of each kernel too), seconds."""
+
+    cubin: bytes
+    log: str
+    seconds: float
+
+
+@cache
+def nvrtc_version() -> tuple[int, int]:
+    """NVRTC's version.
+
+    Raises
+    ------
+    DeviceError
+        If CuPy or NVRTC is missing, or NVRTC is older than 12.8.
+    """
+    try:
+        from cupy.cuda import nvrtc
+
+        version = nvrtc.getVersion()
+    except ImportError:
+        raise DeviceError("CuPy, which binds NVRTC, is missing; install cufp8[cuda13] or [cuda12].") from None
+    except Exception as e:
+        raise DeviceError(
+            f"NVRTC, CUDA's run-time compiler, cannot be loaded: {e}. Install nvidia-cuda-nvrtc (CUDA 13) or "
+            "nvidia-cuda-nvrtc-cu12, or a CUDA toolkit of 12.8 or newer."
+        ) from None
+    if version < (12, 8):
+        raise DeviceError(f"NVRTC {version[0]}.{version[1]} is too old; cufp8 needs CUDA 12.8 or newer.")
+    return version
+
+
+def compile(row: Kernel, arch: str) -> Compiled:
+    """Compile a row's file for an arch with NVRTC; no GPU needed, no cache asked.
+
+    Raises
+    ------
+    CompileError
+        If NVRTC refuses; with its log and the options.
+    DeviceError
+        As `nvrtc_version`.
+    """
+    nvrtc_version()
+    from cupy.cuda import nvrtc
+
+    (name, text), *included = sources(row.source).items()
+    line = options(row, arch)
+    started = time.perf_counter()
+    program = nvrtc.createProgram(
+        text.decode(), name, [body for _, body in included], [header.encode() for header, _ in included]
+    )
+    try:
+        nvrtc.compileProgram(program, line)
+        return Compiled(nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program), time.perf_counter() - started)
+    except nvrtc.NVRTCError as e:
+        log = nvrtc.getProgramLog(program).strip() or "(NVRTC left no log)"
+        raise CompileError(f"{name} does not compile for {arch}: {e}\noptions: {' '.join(line)}\n{log}") from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+# --- cache -----------------------------------------------------------------------------------------------
+
+
+@cache
+def cache_dir() -> Path:
+    """Where cubins are kept: CUFP8_CACHE_DIR, else the user's cache folder, else (said once) a temporary one."""
+    wish = os.environ.get("CUFP8_CACHE_DIR")
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(wish) if wish else Path(base) / "cufp8"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+        return folder
+    except (OSError, RuntimeError) as e:
+        folder = Path(tempfile.mkdtemp(prefix="cufp8-"))
+        warnings.warn(
+            f"cufp8's cache folder cannot be written ({e}): kernels are kept in {folder} and compiled again by the "
+            "next process. Set CUFP8_CACHE_DIR to a folder that can be.",
+            stacklevel=2,
+        )
+        return folder
+
+
+def cache_file(row: Kernel, arch: str) -> Path:
+    """The row's file in the cache; its name is the digest of all that the cubin depends on."""
+    h = hashlib.sha256(repr((arch, options(row, arch), nvrtc_version())).encode())
+    for name, text in sources(row.source).items():
+        h.update(name.encode() + b"\0" + text + b"\0")
+    return cache_dir() / f"{row.name}-{arch}-{h.hexdigest()[:32]}.cubin"
+
+
+def _read_cached(path: Path) -> bytes | None:
+    """The cubin in a cache file: 32 bytes of sha256, then the code. None if it is absent, cut or altered."""
+    try:
+        blob = path.read_bytes()
+    except OSError:
+        return None
+    digest, cubin = blob[:32], blob[32:]
+    return cubin if cubin and hashlib.sha256(cubin).digest() == digest else None
+
+
+def binary(row: Kernel, arch: str) -> bytes:
+    """The row's cubin for an arch, from the cache or compiled into it."""
+    path = cache_file(row, arch)
+    cubin = _read_cached(path)
+    if cubin is None:
+        cubin = compile(row, arch).cubin
+        try:
+            # Written beside and moved: two processes may compile at once, the later one wins, none reads a part.
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, delete=False) as f:
+                f.write(hashlib.sha256(cubin).digest() + cubin)
+            try:
+                os.replace(f.name, path)
+            except OSError:
+                os.unlink(f.name)
+                raise
+        except OSError as e:
+            warnings.warn(f"cufp8 cannot write {path}: {e}; it compiles again next time.", stacklevel=2)
+    return cubin
+
+
+# --- load ------------------------------------------------------------------------------------------------
+
+_functions: dict[tuple[str, int], dict[str, int]] = {}  # (row, device) -> entry -> CUfunction
+_modules: list[Any] = []  # never unloaded: a graph may hold their kernels
+_loading = threading.Lock()
+
+
+def load(rows: Iterable[Kernel], device: int) -> None:
+    """Compile where needed (several at once) and load the rows' kernels on a GPU."""
+    with _loading:
+        arch = target(device).arch
+        missing = [row for row in rows if (row.name, device) not in _functions and row.entries(arch_of(arch))]
+        if not missing:
+            return
+        import cupy
+
+        absent = [row for row in missing if _read_cached(cache_file(row, arch)) is None]
+        if absent:
+            names = ", ".join(row.name for row in absent)
+            print(f"cufp8: compiling {names} for {arch} (once; kept in {cache_dir()})", file=sys.stderr)
+        with ThreadPoolExecutor(max(1, len(absent))) as pool:
+            cubins = list(pool.map(lambda row: binary(row, arch), missing))
+        with cupy.cuda.Device(device):
+            for row, cubin in zip(missing, cubins, strict=True):
+                module = cupy.cuda.Module()
+                module.load(cubin)
+                _modules.append(module)
+                found = {entry: module.get_function(entry).ptr for entry in row.entries(arch_of(arch))}
+                if row.dynamic_smem:  # the limit belongs to the kernel, not to a launch: as high as it goes
+                    for entry in found.values():
+                        cupy.cuda.driver.funcSetAttribute(entry, _MAX_DYNAMIC_SMEM, target(device).smem_bytes)
+                _functions[row.name, device] = found
+
+
+def function(row: Kernel, entry: str, device: int) -> int:
+    """The CUfunction of a kernel as an integer, compiled and loaded if it is not yet."""
+    if (row.name, device) not in _functions:
+        load([row], device)
+    return _functions[row.name, device][entry]
+
+
+# --- launch ----------------------------------------------------------------------------------------------
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an id, and a value of 64 bytes at offset 8."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+_CLUSTER, _PROGRAMMATIC_LAUNCH = 4, 6  # CUlaunchAttributeID
+_MAX_DYNAMIC_SMEM = 8  # CUfunction_attribute
+
+
+@cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as e:
+        raise DeviceError(f"the NVIDIA driver's library cannot be loaded: {e}.") from None
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        name, text = ctypes.c_char_p(), ctypes.c_char_p()
+        _driver().cuGetErrorName(status, ctypes.byref(name))
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        known = (name.value or b"error %d" % status).decode(), (text.value or b"").decode()
+        raise DeviceError(f"{what}: {known[0]} ({known[1]}).")
+
+
+class Launcher:
+    """One kernel with its geometry on one GPU; called with a stream and the fields of its argument block.
+
+    The argument block and the launch configuration are made once per thread; a call rewrites the fields.
+    """
+
+    def __init__(self, row: Kernel, launch: Launch, device: int, pdl: bool = False) -> None:
+        self.row, self.launch, self.device = row, launch, device
+        self.function = ctypes.c_void_p(function(row, launch.entry, device))
+        self.attributes = [(_PROGRAMMATIC_LAUNCH, (1,))] if pdl else []
+        if launch.split > 1:
+            self.attributes.append((_CLUSTER, (launch.split, 1, 1)))
+        self.pack = row.args.pack_into
+        self.cu_launch = _driver().cuLaunchKernelEx
+        self.local = threading.local()
+
+    def _slots(self) -> tuple[Any, ...]:
+        """This thread's argument block and configuration; also makes the GPU's context this thread's."""
+        import cupy
+
+        cupy.cuda.runtime.setDevice(self.device)
+        block = ctypes.create_string_buffer(self.row.args.size)
+        params = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+        attributes = (_Attribute * max(1, len(self.attributes)))()
+        for slot, (number, values) in zip(attributes, self.attributes, strict=False):
+            slot.id = number
+            for i, value in enumerate(values):
+                slot.value[i] = value
+        config = _Config(
+            self.launch.grid,
+            (self.launch.block, 1, 1),
+            self.launch.smem_bytes,
+            None,
+            ctypes.addressof(attributes),
+            len(self.attributes),
+        )
+        self.local.slots = slots = (block, config, ctypes.byref(config), params, attributes)
+        return slots
+
+    def __call__(self, stream: int, *fields: int) -> None:
+        """Launch on `stream`. The calling thread's current GPU must be the launcher's."""
+        try:
+            block, config, config_ref, params, _ = self.local.slots
+        except AttributeError:
+            block, config, config_ref, params, _ = self._slots()
+        self.pack(block, 0, *fields)
+        config.stream = stream
+        status = self.cu_launch(config_ref, self.function, params, None)
+        if status:
+            _check(status, f"launching {self.launch.entry} on cuda:{self.device}")
+
+
+class _External:
+    """A stream of another library, as CuPy's protocol wants it."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
+
+
+def stream(ptr: int) -> Any:
+    """A context in which CuPy allocates and works on the stream of that address (0: the default stream)."""
+    import cupy
+
+    return cupy.cuda.Stream.from_external(_External(ptr)) if ptr else cupy.cuda.Stream.null
+
+
+# --- captures --------------------------------------------------------------------------------------------
+
+
+def capturing(stream: int) -> bool:
+    """Whether work on the stream is being captured into a graph."""
+    status = ctypes.c_int()
+    _check(_driver().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status)), "asking for a capture")
+    return status.value != 0
+
+
+_kept: dict[int, Any] = {}  # what graphs write or read, until they are gone
+_released: list[int] = []
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _release(key: int | None) -> None:
+    # The driver calls this on a thread of its own, where no CUDA call is allowed: freeing waits.
+    _released.append(key or 0)
+
+
+def keep_for_capture(stream: int, kept: Any) -> None:
+    """If the stream is being captured, keep an object for as long as the graph, or an executable of it, lives."""
+    while _released:
+        _kept.pop(_released.pop(), None)
+    if not capturing(stream):
+        return
+    driver = _driver()
+    status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    _check(
+        driver.cuStreamGetCaptureInfo_v2(
+            ctypes.c_void_p(stream),
+            ctypes.byref(status),
+            ctypes.byref(number),
+            ctypes.byref(graph),
+            None,
+            None,
+        ),
+        "asking for the captured graph",
+    )
+    key = id(kept)
+    holder = ctypes.c_void_p()
+    no_destructor_sync = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, the only flag there is
+    _check(
+        driver.cuUserObjectCreate(ctypes.byref(holder), ctypes.c_void_p(key), _release, 1, no_destructor_sync),
+        "making a user object",
+    )
+    move = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes our reference over
+    _check(driver.cuGraphRetainUserObject(graph, holder, 1, move), "handing an array to the graph")
+    _kept[key] = kept
+
+
+# --- report ----------------------------------------------------------------------------------------------
+
+
+def info() -> dict[str, Any]:
+    """Versions, GPU, cache, kernels and source digests, as `cufp8 info --json` prints them."""
+    from cufp8 import __version__
+
+    found: dict[str, Any] = {
+        "version": __version__,
+        "gpu": None,
+        "arch": None,
+        "driver": None,
+        "cuda": None,
+        "nvrtc": None,
+        "cupy": None,
+        "cache_dir": str(cache_dir()),
+        "cache_bytes": sum(f.stat().st_size for f in cache_dir().glob("*.cubin")),
+        "why_not": why_not(),
+        "kernels": {},
+        "sources": digests(),
+    }
+    if sys.modules.get("cupy"):
+        found["cupy"] = sys.modules["cupy"].__version__
+        try:
+            found["nvrtc"] = ".".join(map(str, nvrtc_version()))
+        except DeviceError:
+            pass
+    if available():
+        import cupy
+
+        device = current_device()
+        here = target(device)
+        version = cupy.cuda.runtime.driverGetVersion()
+        found["gpu"] = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
+        found["arch"] = here.arch
+        found["driver"] = _driver_version()
+        found["cuda"] = f"{version // 1000}.{version % 1000 // 10}"
+        found["kernels"] = {row.name: bool(row.entries(arch_of(here.arch))) for row in KERNELS}
+    return found
+
+
+def _driver_version() -> str | None:
+    """The driver's own version, such as 580.95, which the kernel module tells."""
+    try:
+        found = re.search(r"\b(\d{3}\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return None
+    return found.group(1) if found else None
+
+
+def row(name: str) -> Kernel:
+    """The row of KERNELS of that name."""
+    return ROWS[name]

@@ -1,0 +1,287 @@
+"""Every row of KERNELS compiled for every arch of ARCHS, without a GPU, and what came out."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+
+from cufp8 import runtime
+from cufp8.formats import FLOATS
+from cufp8.kernels import ARCHS, KERNELS, ROWS, Kernel, Problem, Target
+
+REGISTERS = 65_536  # of a multiprocessor, sm_75 to sm_121
+STATIC_SMEM = 48 * 1024  # that a block may have without opting in
+KIB = 1024
+SMEM_BYTES = {  # that a block may have with opting in
+    **dict.fromkeys(("sm_90a", "sm_100a", "sm_103a"), 227 * KIB),
+    **dict.fromkeys(("sm_86", "sm_89", "sm_120a", "sm_121a"), 99 * KIB),
+    "sm_80": 163 * KIB,
+    "sm_75": 64 * KIB,
+}
+FAST_MATH = (".ftz", "div.approx", "div.full", "rcp.approx", "sqrt.approx", "tf32")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nvrtc():
+    """NVRTC's binding; without it there is nothing to test here."""
+    try:
+        runtime.nvrtc_version()
+    except runtime.DeviceError as e:
+        pytest.skip(str(e))
+    from cupy.cuda import nvrtc
+
+    return nvrtc
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel of a binary: ptxas's account of it, and its PTX."""
+
+    registers: int
+    smem_bytes: int
+    stack_bytes: int
+    spilled_bytes: int
+    threads: int  # its launch bound
+    params: tuple[int, ...]  # bytes of each parameter
+    ptx: str
+
+
+def entries_of(log: str, ptx: str) -> dict[str, Entry]:
+    """The kernels that a compilation tells of, by name."""
+    bodies = {}
+    for text in ptx.split(".entry ")[1:]:  # inline assembly has closing braces of its own
+        bodies[re.match(r"\w+", text).group()] = text
+    found = {}
+    for part in log.split("Compiling entry function ")[1:]:
+        name = re.match(r"'(\w+)'", part).group(1)
+        stack, stores, loads = map(
+            int,
+            re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part).groups(),
+        )
+        smem = re.search(r"(\d+) bytes smem", part)
+        header = bodies[name].split("{", 1)[0]
+        found[name] = Entry(
+            registers=int(re.search(r"Used (\d+) registers", part).group(1)),
+            smem_bytes=int(smem.group(1)) if smem else 0,
+            stack_bytes=stack,
+            spilled_bytes=stores + loads,
+            threads=int(re.search(r"\.maxntid (\d+)", header).group(1)),
+            params=tuple(
+                int(array or int(kind) // 8)
+                for kind, array in re.findall(r"\.param [^,)]*?\.[bus](\d+) \w+_param_\d+(?:\[(\d+)\])?", header)
+            ),
+            ptx=bodies[name],
+        )
+    return found
+
+
+def test_the_logs_reader_sees_a_spill() -> None:
+    log = """ptxas info    : Compiling entry function 'f' for 'sm_90a'
+ptxas info    : Function properties for f
+    24 bytes stack frame, 8 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 512 bytes smem, 24 bytes cumulative stack size
+ptxas info    : Compiling entry function 'g' for 'sm_90a'
+ptxas info    : Function properties for g
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 8 registers
+"""
+    ptx = (
+        ".visible .entry f(\n\t.param .align 8 .b8 f_param_0[88]\n)\n.maxntid 256\n{\n\tret;\n}\n"
+        ".visible .entry g(\n\t.param .u64 g_param_0,\n\t.param .u32 g_param_1\n)\n"
+        ".maxntid 64, 1, 1\n{\n\tadd.ftz.f32 a, b, c;\n}\n"
+    )
+    f, g = entries_of(log, ptx).values()
+    assert (f.registers, f.smem_bytes, f.stack_bytes, f.spilled_bytes) == (40, 512, 24, 24)
+    assert (f.threads, f.params) == (256, (88,))
+    assert (g.registers, g.smem_bytes, g.spilled_bytes) == (8, 0, 0)
+    assert (g.threads, g.params) == (64, (8, 4))
+    assert ".ftz" in g.ptx and ".ftz" not in f.ptx
+
+
+def build(row: Kernel, arch: str, nvrtc, monkeypatch: pytest.MonkeyPatch) -> tuple[runtime.Compiled, str]:
+    """Compile as the package does; the PTX is read just before the program is destroyed."""
+    taken = []
+    destroy = nvrtc.destroyProgram
+
+    def destroy_and_tell(program: int) -> None:
+        taken.append(nvrtc.getPTX(program))
+        destroy(program)
+
+    monkeypatch.setattr(nvrtc, "destroyProgram", destroy_and_tell)
+    compiled = runtime.compile(row, arch)
+    (ptx,) = taken
+    return compiled, ptx.decode() if isinstance(ptx, bytes) else ptx
+
+
+def supported(nvrtc, arch: str) -> bool:
+    return int(re.search(r"\d+", arch).group()) in nvrtc.getSupportedArchs()
+
+
+def arguments_behind(lines: list[str]) -> list[tuple[str, set[int]]]:
+    """Each access to global memory, and the offsets in the argument block that its address comes from."""
+    made_of: dict[str, set[str | int]] = defaultdict(set)
+    into_block: dict[str, int] = {}  # registers that point into the argument block
+    accesses = []
+    for line in lines:
+        found = re.match(r"\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(.*);", line)
+        if not found:
+            continue
+        op, operands = found.groups()
+        if re.match(r"(ld|st|atom|red)\.(\w+\.)*?global|cp\.async\.(c[ag]|bulk)\.(?!commit|wait)", op):
+            accesses.append((line.strip(), re.findall(r"%rd\d+", " ".join(re.findall(r"\[.*?\]", operands)))))
+        target, _, rest = operands.partition("}" if operands.startswith("{") else ",")
+        sources: set[str | int] = set(re.findall(r"%\w+", rest))
+        registers = re.findall(r"%\w+", target)
+        if op == "mov.b64" and "_param_0" in rest:
+            into_block[registers[0]] = 0
+        elif op == "add.s64" and (moved := re.fullmatch(r"\s*(%rd\d+), (-?\d+)", rest)) and moved[1] in into_block:
+            into_block[registers[0]] = into_block[moved[1]] + int(moved[2])
+        elif op.startswith("ld.param"):
+            base, offset = re.search(r"\[([\w%]+)(?:\+(-?\d+))?\]", rest).groups()
+            first, size = into_block.get(base, 0) + int(offset or 0), int(op[-2:]) // 8
+            for i, register in enumerate(registers):
+                made_of[register].add(first + i * size)
+        else:
+            for register in registers:
+                made_of[register] |= sources
+
+    def origins(registers: Iterable[str]) -> set[int]:
+        seen: set[str | int] = set()
+        open_ends: list[str | int] = list(registers)
+        while open_ends:
+            end = open_ends.pop()
+            if end not in seen:
+                seen.add(end)
+                open_ends += made_of.get(end, ()) if isinstance(end, str) else ()
+        return {end for end in seen if isinstance(end, int)}
+
+    return [(line, origins(registers)) for line, registers in accesses]
+
+
+X, CODES, SCALE, BIAS, Y = 0, 8, 16, 24, 32  # offsets in the argument block of linear kernels
+
+
+def test_the_pointer_tracer_tells_x_from_codes() -> None:
+    ptx = """
+        ld.param.u64 %rd1, [f_param_0];
+        mov.b64 %rd9, f_param_0;
+        add.s64 %rd8, %rd9, 56;
+        ld.param.u64 %rd2, [%rd8+-48];
+        ld.param.v2.u64 {%rd3, %rd7}, [f_param_0+16];
+        cvta.to.global.u64 %rd4, %rd1;
+        mad.wide.s32 %rd5, %r7, 2, %rd4;
+        @%p1 ld.global.u16 %rs1, [%rd5+4];
+        ld.global.L1::no_allocate.v4.u32 {%r1, %r2, %r3, %r4}, [%rd2];
+        cp.async.cg.shared.global [%r5], [%rd5], 16;
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r5], [%rd3], %r6, [%r8];
+        st.shared.f32 [%r9], %f1;
+        @!%p2 st.global.f32 [%rd7], %f1;
+    """
+    assert [offsets for _, offsets in arguments_behind(ptx.splitlines())] == [{X}, {CODES}, {X}, {SCALE}, {BIAS}]
+
+
+def check_launch_order(arch: str, name: str, ptx: str) -> None:
+    """Programmatic launch: before the wait only codes, scales and bias are touched, and only read."""
+    if not ARCHS[arch].pdl:
+        assert "griddepcontrol" not in ptx, name
+        return
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    assert wait and "griddepcontrol.launch_dependents" in ptx, name
+    early = arguments_behind(before.splitlines())
+    assert any(CODES in offsets for _, offsets in early), f"{name} reads no codes before it waits"
+    for line, offsets in early:
+        assert offsets, f"{name}: where does the address of {line} come from?"
+        assert not {X, Y} & offsets, f"{name} touches x or y before it waits: {line}"
+        assert not re.match(r"(@\S+\s+)?(st|atom|red)\.", line), f"{name} writes before it waits: {line}"
+
+
+def check_launches(row: Kernel, arch: str, found: dict[str, Entry]) -> None:
+    """The table's launches have the block that the kernels are bound to, and memory for it."""
+    smem_bytes = SMEM_BYTES[arch]
+    target = Target(arch, 100, smem_bytes, False)
+    for x_dtype, m, k in itertools.product(FLOATS, (1, 4, 8, 16, 32, 64), (4096, 4097)):
+        p = Problem("FP8A16", (1, k), x_dtype, x_dtype, m, 4096, k, aligned16=k == 4096)
+        if row.plan is not None and row.entries(ARCHS[arch]) and row.serves(target, p):
+            launch = row.plan(target, p)
+            entry = found[launch.entry]
+            assert entry.threads == launch.block, launch
+            assert entry.smem_bytes + launch.smem_bytes <= smem_bytes, launch
+
+
+def check_instructions(row: str, arch: str, name: str, ptx: str) -> None:
+    """A linear kernel converts, multiplies and reads in the way that its arch asks for."""
+    if "_float16_" in name:  # bfloat16 takes whichever way is measured to be faster
+        assert ("e4m3x2" in ptx) == (ARCHS[arch].cc >= (8, 9)), name
+    assert ("mma.sync" in ptx) == (row in ("mma_sync", "bulk_mma")), name
+    assert not re.search(r"\b(atom|red)\.", ptx), f"{name}: atomics"
+    # Codes are asked for past L1. Nothing takes the read-only path: the compiler moves such loads
+    # behind the wait for the kernel before, and x may still be written by that one.
+    assert "ld.global.nc" not in ptx, name
+    assert "L1::no_allocate" in ptx or "cp.async.bulk" in ptx, name
+
+
+@pytest.mark.parametrize(
+    ("row", "arch"),
+    [(row.name, arch) for arch in ARCHS for row in KERNELS if row.entries(ARCHS[arch])],
+)
+def test_row_compiles_clean(row: str, arch: str, nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not supported(nvrtc, arch):
+        pytest.skip(f"NVRTC {runtime.nvrtc_version()} does not know {arch}")
+    kernel = ROWS[row]
+    compiled, ptx = build(kernel, arch, nvrtc, monkeypatch)
+    assert "warning" not in compiled.log, compiled.log
+    assert compiled.cubin[:4] == b"\x7fELF"
+    assert re.search(r"^\.target (\w+)", ptx, re.M).group(1) == arch
+    for word in FAST_MATH:
+        assert word not in ptx, f"{word} in the PTX: {re.findall(f'.*{re.escape(word)}.*', ptx)[:3]}"
+
+    found = entries_of(compiled.log, ptx)
+    # What the table says it launches is there, and nothing is there that it never launches.
+    assert set(found) == set(kernel.entries(ARCHS[arch]))
+    for name, entry in found.items():
+        assert f".text.{name}\0".encode() in compiled.cubin, name
+        assert entry.spilled_bytes == 0, f"{name} spills {entry.spilled_bytes} bytes"
+        assert entry.stack_bytes == 0, f"{name} has a stack frame of {entry.stack_bytes} bytes"
+        assert entry.smem_bytes <= STATIC_SMEM, f"{name}: {entry.smem_bytes} bytes of shared memory"
+        # Registers are given to warps in units of 256.
+        warp = -(-entry.registers * 32 // 256) * 256
+        assert warp * (entry.threads // 32) <= REGISTERS, f"{name}: {entry.registers} registers"
+        # One argument block, which Launcher hands over as a whole.
+        assert entry.params == (kernel.args.size,), f"{name} takes parameters of {entry.params}"
+        if kernel.plan is not None:
+            check_instructions(row, arch, name, entry.ptx)
+            check_launch_order(arch, name, entry.ptx)
+    check_launches(kernel, arch, found)
+
+
+def test_a_kernel_that_does_not_compile_says_why(nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "sources", lambda name: {name: b'extern "C" __global__ void f() { nonsense; }'})
+    with pytest.raises(runtime.CompileError) as error:
+        runtime.compile(ROWS["gemv"], "sm_80")
+    text = str(error.value)
+    for part in ("gemv.cu", "sm_80", "nonsense", "--gpu-architecture=sm_80", "-DWARPS="):
+        assert part in text, text
+
+
+def test_argument_blocks_of_another_size_do_not_compile(nvrtc) -> None:
+    import dataclasses
+    import struct
+
+    for name in ("gemv", "mma_sync", "cublas", "quantize"):
+        wrong = dataclasses.replace(ROWS[name], args=struct.Struct(ROWS[name].args.format + "P"))
+        with pytest.raises(runtime.CompileError, match="must agree"):
+            runtime.compile(wrong, "sm_80")
+
+
+@pytest.mark.parametrize("source", sorted({row.source for row in KERNELS}))
+def test_options(source: str) -> None:
+    for row in KERNELS:
+        if row.source == source:
+            line = runtime.options(row, "sm_90a")
+            assert "--gpu-architecture=sm_90a" in line
+            assert not any("ftz" in part or "fast" in part for part in line)
