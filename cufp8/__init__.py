@@ -1,8 +1,19 @@
 """8- and 4-bit linear layers, multiplied straight from their codes by CUDA kernels compiled where they run."""
 
+from cufp8.block_scaled import from_128x4, pack_fp4, to_128x4, unpack_fp4
 from cufp8.linear import Linear
 from cufp8.quantize import ErrorReport, QuantizedTensor, error_report, quantize
 
 __version__ = "0.1.0"
 
-__all__ = ["ErrorReport", "Linear", "QuantizedTensor", "error_report", "quantize"]
+__all__ = [
+    "ErrorReport",
+    "Linear",
+    "QuantizedTensor",
+    "error_report",
+    "from_128x4",
+    "pack_fp4",
+    "quantize",
+    "to_128x4",
+    "unpack_fp4",
+]

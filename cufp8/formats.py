@@ -13,10 +13,11 @@ class Format:
     """An element format of codes or scales, named as in ml_dtypes."""
 
     name: str
+    bits: int = 8
 
     @property
     def dtype(self) -> np.dtype:
-        """The NumPy dtype (ml_dtypes for the 8-bit formats)."""
+        """The NumPy dtype (ml_dtypes for the 8- and 4-bit formats)."""
         return np.dtype(getattr(ml_dtypes, self.name, self.name))
 
     @property
@@ -25,9 +26,18 @@ class Format:
         return float(ml_dtypes.finfo(self.dtype).max)
 
     @property
+    def mantissa_bits(self) -> int:
+        """Stored bits of the mantissa."""
+        return int(ml_dtypes.finfo(self.dtype).nmant)
+
+    @property
     def table(self) -> np.ndarray:
-        """The value of each code as float32, shape [256]; NaN codes are NaN. For one-byte formats."""
-        return np.arange(256, dtype=np.uint8).view(self.dtype).astype(np.float32)
+        """The value of each code as float32, shape [2^bits]; NaN codes are NaN."""
+        return np.arange(2**self.bits, dtype=np.uint8).view(self.dtype).astype(np.float32)
+
+    def is_nan(self, codes: np.ndarray) -> np.ndarray:
+        """Which codes (uint8, one each) are NaN."""
+        return np.isnan(self.table)[codes]
 
 
 @dataclass(frozen=True)
@@ -38,11 +48,27 @@ class Scheme:
     dtype: str  # of the weight's codes
     scale_dtype: str
     block: tuple[int, int]  # rows and columns of the weight that share a scale; -1: all of them
+    global_scale: bool = False  # one more float32 factor, for the whole weight or for each row
 
 
-FORMATS = {f.name: f for f in (Format("float8_e4m3fn"),)}
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("float8_e4m3fn"),
+        Format("float8_e8m0fnu"),
+        Format("float4_e2m1fn", 4),
+    )
+}
 
-SCHEMES = {s.name: s for s in (Scheme("FP8A16", "float8_e4m3fn", "float32", (1, -1)),)}
+SCHEMES = {
+    s.name: s
+    for s in (
+        Scheme("FP8A16", "float8_e4m3fn", "float32", (1, -1)),
+        Scheme("MXFP8A16", "float8_e4m3fn", "float8_e8m0fnu", (1, 32)),
+        Scheme("MXFP4A16", "float4_e2m1fn", "float8_e8m0fnu", (1, 32)),
+        Scheme("NVFP4A16", "float4_e2m1fn", "float8_e4m3fn", (1, 16), global_scale=True),
+    )
+}
 
 # What x and y may be, in the order of `Out` in kernels_cu/linear.cuh.
 FLOATS = {name: Format(name).dtype for name in ("bfloat16", "float16", "float32")}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cufp8 import interop, kernels, runtime
-from cufp8.formats import FLOATS, FORMATS, SCHEMES
+from cufp8.formats import FLOATS
 from cufp8.kernels import Problem, pick
 from cufp8.quantize import QuantizedTensor, _column_chunks, _row_chunks, quantize_to
 
@@ -31,7 +31,8 @@ class Linear:
     bias
         None, or floats of shape [N]; kept in float32.
     scheme
-        "FP8A16": e4m3fn weights with a float32 scale per output channel, activations as they are.
+        "FP8A16": e4m3fn weights with a float32 scale per output channel, activations as they are. On the CPU also
+        "NVFP4A16", "MXFP4A16" and "MXFP8A16" (`quantize`).
     device
         "cpu", "cuda", "cuda:i". None: where the weights are if that is a GPU, else the current GPU, else "cpu".
     out_dtype
@@ -80,7 +81,7 @@ class Linear:
         if out_dtype is not None and out_dtype not in FLOATS:
             raise ValueError(f"Linear: out_dtype is {out_dtype!r}; allowed are {', '.join(FLOATS)} and None.")
         self.shape, self.out_dtype, self.pdl = q.shape, out_dtype, pdl
-        self.scheme = next(s.name for s in SCHEMES.values() if s.dtype == q.dtype)
+        self.scheme = q.scheme
         self._n, self._k = q.shape
         bias = self._bias(bias)
         self._plans: dict[Any, Callable[..., None]] = {}
@@ -88,6 +89,11 @@ class Linear:
             self._weight, self.bias, self._index = q, bias, None
             return
 
+        if self.scheme != "FP8A16":
+            raise ValueError(
+                f"Linear: no kernel serves {self.scheme} on a GPU yet; allowed there is FP8A16. On the CPU, with "
+                "device='cpu', all schemes compute."
+            )
         import cupy
 
         self._index = q.codes.device.id
@@ -132,7 +138,8 @@ class Linear:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and bias, without padding."""
-        return self._n * self._k + 4 * self._n * (1 if self.bias is None else 2)
+        weight = self._weight.nbytes if self._index is None else self._n * self._k + 4 * self._n
+        return weight + (0 if self.bias is None else 4 * self._n)
 
     def to(self, device: str) -> Linear:
         """The same layer on another device; itself if it is there already."""
@@ -311,16 +318,15 @@ class Linear:
         return out
 
     def _multiply_host(self, x: np.ndarray, dtype: str) -> np.ndarray:
-        q, table = self._weight, FORMATS[self._weight.dtype].table
-        x = x.astype(np.float32, copy=False)
+        q, x = self._weight, x.astype(np.float32, copy=False)
         y = np.empty((x.shape[0], self._n), FLOATS[dtype])
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             for r in _row_chunks(self.shape, _HOST_SLICE):
                 sums = np.zeros((x.shape[0], r.stop - r.start), np.float32)
                 for c in _column_chunks(self.shape):
-                    sums += x[:, c] @ table[q.codes[r, c]].T
+                    sums = sums + x[:, c] @ q.widened(r, c).T
                 # In float64 the product is exact and the sum's rounding is far below float32's: as one fmaf.
-                v = sums.astype(np.float64) * q.scale[r].ravel()
+                v = sums.astype(np.float64) * q.row_scale(r)
                 if self.bias is not None:
                     v += self.bias[r]
                 y[:, r] = v.astype(np.float32).astype(y.dtype)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cufp8 import interop, kernels, runtime
-from cufp8.formats import FLOATS, FORMATS, SCALE_MIN
+from cufp8.block_scaled import E8M0_RULES, quantize_blocks
+from cufp8.formats import FLOATS, FORMATS, SCALE_MIN, SCHEMES, Scheme
 from cufp8.formats import scheme as scheme_of
 
 _TILE = 1 << 20  # values handled at once on the host: 4 MiB as float32
@@ -24,27 +25,29 @@ class QuantizedTensor:
     Parameters
     ----------
     codes
-        uint8 (or float8 of the same dtype), shape [N, K].
+        uint8 (or the format's own dtype, one byte each): [N, K], or [N, ceil(K / 2)] where two 4-bit codes share a
+        byte, the first in the low half.
     scale
-        float32, one per block: shape [N, 1] (or [N]) for the block (1, K).
-    dtype, scale_dtype
-        ml_dtypes names of the codes' and the scales' format: "float8_e4m3fn", "float32".
+        One per block: [N, 1] (or [N]) for the block (1, K), [N, ceil(K / 16)] for (1, 16), and so on; float32, or
+        uint8 codes of scale_dtype.
+    dtype, scale_dtype, block
+        As a row of formats.SCHEMES has them together: ml_dtypes names, and the rows and columns that share a scale;
+        (1, K) may be written (1, -1).
     shape
         (N, K).
-    block
-        Rows and columns that share a scale: (1, K), or (1, -1) for the same.
     global_scale
-        Must be None: no format here has one yet.
+        float32 [1] or [N], one more factor, where the scheme has one; else None.
 
-    Codes and scale are NumPy arrays where `device` is "cpu", CuPy arrays where it is "cuda:i"; arrays of
-    torch, JAX or DLPack are taken without a copy.
+    Codes and scales are NumPy arrays where `device` is "cpu", CuPy arrays where it is "cuda:i"; arrays of torch, JAX or
+    DLPack are taken without a copy.
 
     Raises
     ------
     TypeError
-        If codes or scale are no arrays, or of another dtype.
+        If codes or scales are no arrays, or of another dtype.
     ValueError
-        If shapes do not fit together, a code is NaN, or a scale is not finite and positive.
+        If no scheme has these dtypes and block, shapes do not fit together, a code is NaN, or a scale is NaN, not
+        finite, negative, or (float32) zero.
     """
 
     def __init__(
@@ -56,38 +59,36 @@ class QuantizedTensor:
         scale_dtype: str,
         shape: tuple[int, int],
         block: tuple[int, int],
-        global_scale: None = None,
+        global_scale: Any = None,
         _trusted: bool = False,
     ) -> None:
         if dtype not in FORMATS:
             raise ValueError(f"QuantizedTensor: dtype {dtype!r} is not known; known: {', '.join(FORMATS)}.")
-        if scale_dtype != "float32":
-            raise ValueError(f"QuantizedTensor: scale_dtype is {scale_dtype!r}; allowed is 'float32'.")
-        if global_scale is not None:
-            raise ValueError("QuantizedTensor: global_scale was given; no format known here has one.")
         shape = tuple(int(n) for n in shape)
         if len(shape) != 2 or min(shape) < 1:
             raise ValueError(f"QuantizedTensor: shape is {list(shape)}; needed is [N, K], each at least 1.")
         n, k = shape
-        if tuple(block) not in ((1, k), (1, -1)):
-            raise ValueError(f"QuantizedTensor: block is {block}; allowed is (1, {k}), a scale per row.")
-        codes = interop.array(codes, "QuantizedTensor: codes")
+        scheme = _scheme_like(dtype, scale_dtype, tuple(block), k)
+        size = k if scheme.block[1] == -1 else scheme.block[1]
+        codes = _bytes_of(interop.array(codes, "QuantizedTensor: codes"), dtype, "codes")
         scale = interop.array(scale, "QuantizedTensor: scale")
-        if interop.on_host(codes) and codes.dtype == FORMATS[dtype].dtype:
-            codes = codes.view(np.uint8)
-        if codes.dtype != np.uint8:
-            raise TypeError(f"QuantizedTensor: codes are {codes.dtype}; needed is uint8 (or {dtype}).")
-        if tuple(codes.shape) != shape:
-            raise ValueError(f"QuantizedTensor: codes have shape {list(codes.shape)}; needed is {list(shape)}.")
-        if scale.dtype != np.float32:
+        wanted = (n, -(-k * FORMATS[dtype].bits // 8))
+        if tuple(codes.shape) != wanted:
+            raise ValueError(f"QuantizedTensor: codes have shape {list(codes.shape)}; needed is {list(wanted)}.")
+        if scale_dtype != "float32":
+            scale = _bytes_of(scale, scale_dtype, "scale")
+        elif scale.dtype != np.float32:
             raise TypeError(f"QuantizedTensor: scale is {scale.dtype}; needed is float32.")
-        if tuple(scale.shape) not in ((n, 1), (n,)):
+        wanted = (n, -(-k // size))
+        if tuple(scale.shape) != wanted and not (wanted[1] == 1 and scale.shape == (n,)):
+            each = "row" if size == k else f"{size} values of a row"
             raise ValueError(
-                f"QuantizedTensor: scale has shape {list(scale.shape)}; needed is [{n}, 1], a scale per row."
+                f"QuantizedTensor: scale has shape {list(scale.shape)}; needed is {list(wanted)}, a scale per {each}."
             )
-        self.codes, self.scale = codes, scale.reshape(n, 1)
-        self.dtype, self.scale_dtype = dtype, scale_dtype
-        self.shape, self.block, self.global_scale = shape, (1, k), None
+        self.codes, self.scale = codes, scale.reshape(wanted)
+        self.dtype, self.scale_dtype, self.scheme = dtype, scale_dtype, scheme.name
+        self.shape, self.block = shape, (1, size)
+        self.global_scale = self._global(global_scale, scheme)
         if interop.on_host(codes) != interop.on_host(scale):
             raise ValueError("QuantizedTensor: codes and scale lie on different devices; move one of them.")
         if not interop.on_host(codes) and codes.device != scale.device:
@@ -95,19 +96,48 @@ class QuantizedTensor:
         if not _trusted:
             self._check()
 
+    def _global(self, given: Any, scheme: Scheme) -> Any:
+        if (given is not None) != scheme.global_scale:
+            need = "needs one" if scheme.global_scale else "has none"
+            was = "none" if given is None else "one"
+            raise ValueError(f"QuantizedTensor: {scheme.name} {need}, a global_scale; {was} was given.")
+        if given is None:
+            return None
+        g = interop.array(given, "QuantizedTensor: global_scale")
+        if g.dtype != np.float32 or tuple(g.shape) not in ((1,), (self.shape[0],)):
+            raise ValueError(
+                f"QuantizedTensor: global_scale is {g.dtype} {list(g.shape)}; needed is float32 [1] or "
+                f"[{self.shape[0]}]."
+            )
+        host = interop.to_host(g)
+        bad = np.flatnonzero(~(np.isfinite(host) & (host > 0)))
+        if bad.size:
+            raise ValueError(
+                f"QuantizedTensor: global_scale[{bad[0]}] is {host[bad[0]]}; needed is finite and positive."
+            )
+        return g
+
     def _check(self) -> None:
         if not interop.on_host(self.codes):
             import cupy
 
             with self.codes.device:
                 cupy.cuda.runtime.deviceSynchronize()  # codes and scale may come from any library's stream
-        scale = interop.to_host(self.scale).ravel()
-        bad = np.flatnonzero(~(np.isfinite(scale) & (scale > 0)))
-        if bad.size:
+        scale = interop.to_host(self.scale)
+        if self.scale_dtype == "float32":
+            wrong = ~(np.isfinite(scale) & (scale > 0))
+        else:
+            values = FORMATS[self.scale_dtype].table[scale]
+            wrong = ~(values >= 0)  # NaN too; an e4m3fn scale may be 0, for a block of zeros
+        if wrong.any():
+            at = np.argwhere(wrong)[0]
+            shown = scale[tuple(at)] if self.scale_dtype == "float32" else f"code {scale[tuple(at)]:#04x}"
             raise ValueError(
-                f"QuantizedTensor: {bad.size} of {scale.size} scales are not finite and positive, the first at row "
-                f"{bad[0]}: {scale[bad[0]]}."
+                f"QuantizedTensor: {np.count_nonzero(wrong)} of {scale.size} scales are not finite and positive, the "
+                f"first at row {at[0]}, block {at[1]}: {shown}."
             )
+        if self.dtype != "float8_e4m3fn":
+            return
         count, first = _count_nan(self.codes)
         if count:
             row, column = divmod(first, self.shape[1])
@@ -123,7 +153,8 @@ class QuantizedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales, without padding."""
-        return math.prod(self.shape) + 4 * self.shape[0]
+        extra = 0 if self.global_scale is None else self.global_scale.nbytes
+        return self.codes.nbytes + self.scale.nbytes + extra
 
     def to(self, device: str) -> QuantizedTensor:
         """The same tensor on "cpu" or "cuda:i"; itself if it is there already."""
@@ -132,25 +163,29 @@ class QuantizedTensor:
         if device == self.device:
             return self
         if self.device != "cpu":
-            here = self._moved(interop.to_host(self.codes), interop.to_host(self.scale))
+            here = self._moved(interop.to_host)
             return here if device == "cpu" else here.to(device)
         cupy, index = _gpu(device)
         with cupy.cuda.Device(index):
-            return self._moved(cupy.asarray(self.codes), cupy.asarray(self.scale))
+            return self._moved(cupy.asarray)
 
-    def _moved(self, codes: Any, scale: Any) -> QuantizedTensor:
+    def _moved(self, move: Callable[[Any], Any]) -> QuantizedTensor:
         return QuantizedTensor(
-            codes,
-            scale,
+            move(self.codes),
+            move(self.scale),
             dtype=self.dtype,
             scale_dtype=self.scale_dtype,
             shape=self.shape,
             block=self.block,
+            global_scale=None if self.global_scale is None else move(self.global_scale),
             _trusted=True,
         )
 
     def dequantize(self, dtype: str = "float32") -> Any:
-        """code * scale in float32, rounded to `dtype` (a float's ml_dtypes name); NumPy or CuPy, shape [N, K].
+        """The values, rounded to `dtype` (a float's ml_dtypes name); NumPy or CuPy, shape [N, K].
+
+        One scale a row: code * scale in float32, rounded again to a 16-bit dtype. Block scales: the exact product of
+        code, scale and global scale; other dtypes than float64 get it by way of float32. On a GPU the host computes it.
 
         Raises
         ------
@@ -160,23 +195,65 @@ class QuantizedTensor:
         if dtype not in _WEIGHTS:
             raise ValueError(f"dequantize: dtype is {dtype!r}; allowed are {', '.join(_WEIGHTS)}.")
         if not interop.on_host(self.codes):
-            return _dequantize_gpu(self, dtype)
-        table = FORMATS[self.dtype].table
+            if self.scale_dtype == "float32":
+                return _dequantize_gpu(self, dtype)
+            import cupy
+
+            with self.codes.device:
+                return cupy.asarray(self.to("cpu").dequantize(dtype))
         out = np.empty(self.shape, FLOATS.get(dtype, dtype))
         with np.errstate(over="ignore"):
-            for r in _row_chunks(self.shape, 4 * _TILE):
-                out[r] = (table[self.codes[r]] * self.scale[r]).astype(out.dtype)
+            for r in _row_chunks(self.shape, _TILE):
+                for c in _column_chunks(self.shape):
+                    values = self._values(r, c)
+                    out[r, c] = values if dtype == "float64" else values.astype(np.float32).astype(out.dtype)
         return out
 
+    def _values(self, r: slice, c: slice) -> np.ndarray:
+        """Some rows and columns, on the host: float32 for one scale a row, else float64, exact."""
+        factor = self.row_scale(r)[:, None]
+        return self.widened(r, c) * (factor if self.scale_dtype == "float32" else factor.astype(np.float64))
+
+    def widened(self, r: slice, c: slice) -> np.ndarray:
+        """code * block scale of some rows and columns, on the host and without a rounding.
+
+        float32 where that is exact: everywhere but for blocks with e8m0 scales near the ends of their range, where it
+        is float64. A scale per row is left out: it is `row_scale`. c starts on a multiple of the block.
+        """
+        fmt = FORMATS[self.dtype]
+        if fmt.bits == 4:
+            pairs = np.stack([fmt.table[np.arange(256) & 15], fmt.table[np.arange(256) >> 4]], axis=1)
+            packed = self.codes[r, c.start // 2 : -(-c.stop // 2)]
+            values = pairs[packed].reshape(packed.shape[0], -1)[:, : c.stop - c.start]
+        else:
+            values = fmt.table[self.codes[r, c]]
+        if self.scale_dtype == "float32":
+            return values
+        size = self.block[1]
+        codes = self.scale[r, c.start // size : -(-c.stop // size)]
+        scale = FORMATS[self.scale_dtype].table[codes]
+        if self.scale_dtype == "float8_e8m0fnu" and (codes.max() > 246 or codes.min() < 3):
+            values, scale = values.astype(np.float64), np.ldexp(1.0, codes.astype(np.int32) - 127)
+        return values * np.repeat(scale, size, axis=1)[:, : c.stop - c.start]
+
+    def row_scale(self, r: slice) -> np.ndarray:
+        """The float32 factor of each of some rows that `widened` leaves out, on the host: [rows]."""
+        if self.scale_dtype == "float32":
+            return self.scale[r].ravel()
+        if self.global_scale is None:
+            return np.ones(r.stop - r.start, np.float32)
+        return np.broadcast_to(self.global_scale, self.shape[:1])[r]
+
     def __repr__(self) -> str:
-        return f"QuantizedTensor({list(self.shape)}, {self.dtype}, block={self.block}, device={self.device!r})"
+        return f"QuantizedTensor({list(self.shape)}, {self.scheme}, {self.dtype}, device={self.device!r})"
 
 
-def quantize(w: Any, scheme: str = "FP8A16") -> QuantizedTensor:
+def quantize(w: Any, scheme: str = "FP8A16", *, e8m0: str = "RCEIL") -> QuantizedTensor:
     """Quantise a weight matrix.
 
     FP8A16: `scale[n] = max(amax(abs(w[n, :])) / 448, 2^-126)`, 1 for a row of zeros;
     `codes = e4m3fn(clip(w / scale, -448, 448))`, ties to even; all in float32 (float64 is rounded first).
+    NVFP4A16, MXFP4A16, MXFP8A16: `block_scaled.quantize_blocks`, which runs on the host.
 
     Parameters
     ----------
@@ -184,6 +261,8 @@ def quantize(w: Any, scheme: str = "FP8A16") -> QuantizedTensor:
         float16, bfloat16, float32 or float64, shape [N, K], any strides; NumPy, CuPy, torch or JAX.
     scheme
         A name in formats.SCHEMES.
+    e8m0
+        How MX schemes choose a block's power of two: "RCEIL", "FLOOR" or "EVEN" (`block_scaled.exponent_codes`).
 
     Returns
     -------
@@ -201,21 +280,27 @@ def quantize(w: Any, scheme: str = "FP8A16") -> QuantizedTensor:
     Source: OCP 8-bit Floating Point Specification 1.0 for e4m3fn.
     """
     row = scheme_of(scheme)
+    if e8m0 not in E8M0_RULES:
+        raise ValueError(f"quantize: e8m0 is {e8m0!r}; allowed are {', '.join(E8M0_RULES)}.")
     a = _weights(w)
+    if row.scale_dtype != "float32":
+        codes, scale, global_scale, bad = quantize_blocks(interop.to_host(a), row, e8m0)
+        _refuse(bad, a.shape)
+        q = _quantized(codes, scale, row, a.shape, global_scale)
+        return q if interop.on_host(a) else q.to(f"cuda:{a.device.id}")
     if interop.on_host(a):
         codes, scale, bad = _quantize_host(a, FORMATS[row.dtype])
     else:
-        stream = interop.stream(w)
-        codes, scale, bad = _quantize_gpu(a, a.device.id, stream)
+        codes, scale, bad = _quantize_gpu(a, a.device.id, interop.stream(w))
     _refuse(bad, a.shape)
-    return _quantized(codes, scale, row.dtype, row.scale_dtype, a.shape)
+    return _quantized(codes, scale, row, a.shape)
 
 
 def quantize_to(w: Any, device: str, scheme: str = "FP8A16") -> QuantizedTensor:
     """`quantize` of a weight that is wanted on `device`: on a GPU it is quantised there, part by part."""
     row = scheme_of(scheme)
     a = _weights(w)
-    if device == "cpu" or not interop.on_host(a):
+    if device == "cpu" or not interop.on_host(a) or row.scale_dtype != "float32":
         return quantize(w, scheme).to(device)
     cupy, index = _gpu(device)
     n, k = a.shape
@@ -227,13 +312,42 @@ def quantize_to(w: Any, device: str, scheme: str = "FP8A16") -> QuantizedTensor:
             if found[0]:
                 bad = bad[0] + found[0], bad[1] if bad[0] else r.start * k + found[1]
     _refuse(bad, a.shape)
-    return _quantized(codes, scale, row.dtype, row.scale_dtype, a.shape)
+    return _quantized(codes, scale, row, a.shape)
 
 
-def _quantized(codes: Any, scale: Any, dtype: str, scale_dtype: str, shape: Any) -> QuantizedTensor:
+def _quantized(codes: Any, scale: Any, row: Scheme, shape: Any, global_scale: Any = None) -> QuantizedTensor:
     return QuantizedTensor(
-        codes, scale, dtype=dtype, scale_dtype=scale_dtype, shape=shape, block=(1, shape[1]), _trusted=True
+        codes,
+        scale,
+        dtype=row.dtype,
+        scale_dtype=row.scale_dtype,
+        shape=shape,
+        block=row.block,
+        global_scale=global_scale,
+        _trusted=True,
     )
+
+
+def _scheme_like(dtype: str, scale_dtype: str, block: tuple[int, ...], k: int) -> Scheme:
+    """The scheme with these dtypes and this block."""
+    same = [s for s in SCHEMES.values() if s.dtype == dtype]
+    for s in same:
+        if s.scale_dtype == scale_dtype and (block == s.block or (s.block[1] == -1 and block == (1, k))):
+            return s
+    known = "; ".join(f"{s.scale_dtype} with block {(1, k) if s.block[1] == -1 else s.block}" for s in same)
+    raise ValueError(
+        f"QuantizedTensor: {dtype} codes with scale_dtype {scale_dtype!r} and block {block} are no scheme; allowed: "
+        f"{known or 'none'}."
+    )
+
+
+def _bytes_of(a: Any, dtype: str, what: str) -> Any:
+    """Codes as uint8: the same bytes of an array of the format's own dtype."""
+    if interop.on_host(a) and a.dtype == FORMATS[dtype].dtype and FORMATS[dtype].bits == 8:
+        a = a.view(np.uint8)
+    if a.dtype != np.uint8:
+        raise TypeError(f"QuantizedTensor: {what} are {a.dtype}; needed is uint8 (codes of {dtype}).")
+    return a
 
 
 def _weights(w: Any) -> Any:
@@ -454,10 +568,9 @@ def error_report(w: Any, q: QuantizedTensor, x: Any = None) -> ErrorReport:
     worst = crest = 0.0
     outputs = np.zeros(3)  # |x w|^2, |x (deq - w)|^2, |x deq|^2
     dot = 0.0
-    table = FORMATS[q.dtype].table
     for r in _row_chunks(q.shape, _TILE):
         exact = a[r].astype(np.float32)
-        deq = table[q.codes[r]] * q.scale[r]
+        deq = q._values(r, slice(0, k))
         wide = exact.astype(np.float64)
         squares = np.square(wide).sum(axis=1)
         errors = np.square(wide - deq).sum(axis=1)
@@ -470,7 +583,8 @@ def error_report(w: Any, q: QuantizedTensor, x: Any = None) -> ErrorReport:
         nonzero += int(np.count_nonzero(exact))
         lost += int(np.count_nonzero((exact != 0) & (deq == 0)))
         if x is not None:
-            y, z = (x @ exact.T).astype(np.float64), (x @ deq.T).astype(np.float64)
+            with np.errstate(over="ignore", invalid="ignore"):
+                y, z = (x @ exact.T).astype(np.float64), (x @ deq.astype(np.float32).T).astype(np.float64)
             outputs += np.square(y).sum(), np.square(z - y).sum(), np.square(z).sum()
             dot += float((y * z).sum())
     return ErrorReport(

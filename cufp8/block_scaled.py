@@ -1,0 +1,176 @@
+"""Weights with a scale for every 16 or 32 neighbours of a row: NVFP4, MXFP4, MXFP8. On the host, in float32.
+
+Sources: OCP Microscaling Formats (MX) Specification 1.0, section 6.3, for the shared exponent; the rules for it that
+round up are those of cuBLAS (RCEIL) and of torchao (EVEN).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from cufp8.formats import FORMATS, SCALE_MIN, Format, Scheme
+
+_TILE = 1 << 20  # values handled at once: 4 MiB as float32; a multiple of every block
+E8M0_RULES = ("RCEIL", "FLOOR", "EVEN")
+_E4M3, _E2M1 = FORMATS["float8_e4m3fn"], FORMATS["float4_e2m1fn"]
+
+
+def tiles(shape: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of a matrix, at most _TILE values together; no block is cut."""
+    n, k = shape
+    rows = max(1, _TILE // k)
+    for i in range(0, n, rows):
+        for j in range(0, k, _TILE):
+            yield slice(i, min(i + rows, n)), slice(j, min(j + _TILE, k))
+
+
+def survey(w: np.ndarray) -> tuple[np.float32, tuple[int, int]]:
+    """The largest finite magnitude of w as float32, and (how many values are not finite, index of the first)."""
+    amax, count, first = np.float32(0), 0, 0
+    for r, c in tiles(w.shape):
+        with np.errstate(over="ignore"):
+            tile = np.abs(w[r, c].astype(np.float32))
+        finite = np.isfinite(tile)
+        if not finite.all():
+            i, j = np.argwhere(~finite)[0]
+            at = (r.start + int(i)) * w.shape[1] + c.start + int(j)
+            first = min(first, at) if count else at
+            count += int(finite.size - np.count_nonzero(finite))
+            tile = np.where(finite, tile, np.float32(0))
+        amax = np.maximum(amax, tile.max())
+    return amax, (count, first)
+
+
+def exponent_codes(amax: np.ndarray, element: Format, rule: str) -> np.ndarray:
+    """e8m0 codes for blocks of that largest magnitude (float32): the scale is 2^(code - 127), 2^-127 for zeros.
+
+    RCEIL: the least power of two with which amax * (1 / max) is at most 1, as `cvt.rp.satfinite.ue8m0x2.f32` finds it.
+    FLOOR: 2^(floor(log2(amax)) - emax). EVEN: FLOOR of amax rounded to the element's mantissa.
+    """
+    if rule == "RCEIL":
+        bits = (amax * np.float32(1 / element.max)).view(np.uint32)
+        exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+        up = np.where(exponent == 0, mantissa > 0x400000, mantissa != 0)
+        return np.minimum(exponent + up, 254).astype(np.uint8)
+    bits = amax.view(np.uint32)
+    if rule == "EVEN":
+        bits = bits + np.uint32(1 << (23 - element.mantissa_bits - 1))
+    emax = int(math.floor(math.log2(element.max)))
+    return np.clip((bits >> 23).astype(np.int32) - emax, 0, 254).astype(np.uint8)
+
+
+def quantize_blocks(
+    w: np.ndarray, scheme: Scheme, rule: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, tuple[int, int]]:
+    """Codes, scale codes, global scale or None, and (how many values are not finite, index of the first).
+
+    NVFP4, in this order: g = max(amax(w) / 2688, 2^-126), 1 where amax is 0; s = e4m3fn(min(amax_block / (6 * g),
+    448)); code = e2m1(w / (s * g)), a signed zero where s is 0. MX: code = element(w / 2^(c - 127)), with c of
+    `exponent_codes`.
+    Ties to even; what is beyond the largest value becomes it; -0 keeps its sign.
+    """
+    n, k = w.shape
+    element, size = FORMATS[scheme.dtype], scheme.block[1]
+    amax, bad = survey(w)
+    top = np.float32(element.max)
+    g = np.float32(1)
+    if scheme.global_scale and amax:
+        g = np.maximum(amax / (_E4M3.max * top), np.float32(SCALE_MIN)).astype(np.float32)
+    codes = np.empty((n, -(-k * element.bits // 8)), np.uint8)
+    scale = np.empty((n, -(-k // size)), np.uint8)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
+        for r, c in tiles(w.shape):
+            tile = w[r, c].astype(np.float32)
+            rows, columns = tile.shape
+            blocks = -(-columns // size)
+            padded = np.zeros((rows, blocks * size), np.float32)
+            padded[:, :columns] = tile
+            parts = padded.reshape(rows, blocks, size)
+            largest = np.abs(parts).max(axis=2)
+            if scheme.global_scale:
+                wish = np.minimum(largest / (top * g), np.float32(_E4M3.max))
+                found = wish.astype(_E4M3.dtype).view(np.uint8)
+                by = _E4M3.table[found] * g
+            else:
+                found = exponent_codes(largest, element, rule)
+                by = np.ldexp(np.float32(1), found.astype(np.int32) - 127)
+            # A scale of 0 (its block is far below the others) leaves signed zeros.
+            values = np.where(by[..., None] > 0, parts / by[..., None], np.copysign(np.float32(0), parts))
+            wide = np.clip(values, -top, top).reshape(rows, -1)[:, :columns].astype(element.dtype).view(np.uint8)
+            first = c.start // size
+            scale[r, first : first + blocks] = found
+            if element.bits == 4:
+                wide = np.pad(wide & 15, ((0, 0), (0, columns % 2)))
+                start = c.start // 2
+                codes[r, start : start + wide.shape[1] // 2] = pack_fp4(wide[:, ::2], wide[:, 1::2])
+            else:
+                codes[r, c] = wide
+    return codes, scale, np.array([g], np.float32) if scheme.global_scale else None, bad
+
+
+def pack_fp4(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Two e2m1 codes (uint8, 0 to 15) a byte, `low`, the first of two neighbours, in the low nibble.
+
+    Raises
+    ------
+    ValueError
+        If the shapes differ, or a value needs more than four bits.
+    """
+    low, high = np.asarray(low), np.asarray(high)
+    if low.shape != high.shape or low.dtype != np.uint8 or high.dtype != np.uint8:
+        raise ValueError(
+            f"pack_fp4: low is {low.dtype} {list(low.shape)}, high {high.dtype} {list(high.shape)}; needed are two "
+            "uint8 arrays of one shape."
+        )
+    for name, a in (("low", low), ("high", high)):
+        if (a > 15).any():
+            at = np.argwhere(a > 15)[0].tolist()
+            raise ValueError(f"pack_fp4: {name}{at} is {a[tuple(at)]}; an e2m1 code is 0 to 15.")
+    return low | high << 4
+
+
+def unpack_fp4(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the second e2m1 code of each byte: the inverse of `pack_fp4`."""
+    packed = np.asarray(packed)
+    if packed.dtype != np.uint8:
+        raise ValueError(f"unpack_fp4: packed is {packed.dtype}; needed is uint8.")
+    return packed & 15, packed >> 4
+
+
+def _swizzled(rows: int, columns: int) -> np.ndarray:
+    """Where scale [r, c] lies in the 128x4 layout."""
+    r, c = np.arange(rows)[:, None], np.arange(columns)[None, :]
+    return ((r // 128) * -(-columns // 4) + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+
+
+def to_128x4(scales: np.ndarray) -> np.ndarray:
+    """Scale codes [rows, columns] (one byte each) in the layout of cuBLASLt and tcgen05, zeros where there is none.
+
+    Returns
+    -------
+    array
+        uint8, ceil(rows / 128) * 128 * ceil(columns / 4) * 4 bytes: blocks of 128 rows and 4 columns, 512 bytes each.
+
+    Source: cuBLAS documentation, 1D Block Scaling Factors Layout.
+    """
+    scales = np.asarray(scales)
+    if scales.ndim != 2 or scales.dtype.itemsize != 1:
+        raise ValueError(f"to_128x4: scales are {scales.dtype} {list(scales.shape)}; needed is one byte each, 2-D.")
+    rows, columns = scales.shape
+    buffer = np.zeros(-(-rows // 128) * 128 * -(-columns // 4) * 4, np.uint8)
+    buffer[_swizzled(rows, columns)] = scales.view(np.uint8)
+    return buffer
+
+
+def from_128x4(buffer: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """Scale codes uint8 [rows, columns] out of a buffer that `to_128x4` describes."""
+    buffer = np.asarray(buffer)
+    size = -(-rows // 128) * 128 * -(-columns // 4) * 4
+    if buffer.shape != (size,) or buffer.dtype != np.uint8:
+        raise ValueError(
+            f"from_128x4: buffer is {buffer.dtype} {list(buffer.shape)}; {rows} x {columns} scales need uint8 [{size}]."
+        )
+    return buffer[_swizzled(rows, columns)]
