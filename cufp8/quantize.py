@@ -224,9 +224,9 @@ class QuantizedTensor:
         if fmt.bits == 4:
             pairs = np.stack([fmt.table[np.arange(256) & 15], fmt.table[np.arange(256) >> 4]], axis=1)
             packed = self.codes[r, c.start // 2 : -(-c.stop // 2)]
-            values = pairs[packed].reshape(packed.shape[0], -1)[:, : c.stop - c.start]
+            values = pairs.take(packed, axis=0).reshape(packed.shape[0], -1)[:, : c.stop - c.start]
         else:
-            values = fmt.table[self.codes[r, c]]
+            values = fmt.table.take(self.codes[r, c])
         if self.scale_dtype == "float32":
             return values
         size = self.block[1]
