@@ -15,7 +15,7 @@ from cufp8.kernels import Problem, pick
 from cufp8.quantize import QuantizedTensor, _column_chunks, _row_chunks, quantize_to
 
 _OUT = {name: i for i, name in enumerate(FLOATS)}  # Out in kernels_cu/linear.cuh
-_HOST_SLICE = kernels.SLICE_BYTES // 4  # float32 values of a weight that exist at once on the host
+_HOST_SLICE = kernels.SLICE_BYTES // 16  # values widened at once on the host: 4 bytes each, and 8 for their index
 
 
 class Linear:
