@@ -255,7 +255,12 @@ class _DLPack:
     def array(self, x: Any) -> Any:
         kind = int(x.__dlpack_device__()[0])
         if kind in (1, 3):  # kDLCPU, kDLCUDAHost
-            return np.from_dlpack(x)
+            try:
+                return np.from_dlpack(x)
+            except Exception as e:
+                raise TypeError(
+                    f"NumPy cannot take a {type(x).__name__} through DLPack ({e}); convert it to a NumPy array first."
+                ) from None
         if kind in (2, 13):  # kDLCUDA, kDLCUDAManaged
             import cupy
 

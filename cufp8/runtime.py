@@ -293,6 +293,7 @@ def binary(row: Kernel, arch: str) -> bytes:
             # Written beside and moved: two processes may compile at once, the later one wins, none reads a part.
             with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, delete=False) as f:
                 f.write(hashlib.sha256(cubin).digest() + cubin)
+            os.chmod(f.name, 0o644)  # a folder may serve several users
             try:
                 os.replace(f.name, path)
             except OSError:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cufp8
 from cufp8 import interop
 from cufp8.formats import FLOATS
 from cufp8.interop import View
@@ -34,6 +35,16 @@ class Foreign:
 
     def __dlpack_device__(self) -> Any:
         return self.inner.__dlpack_device__()
+
+
+def test_a_library_whose_dtype_numpy_cannot_take() -> None:
+    class Refusing(Foreign):
+        def __dlpack__(self, **options: Any) -> Any:
+            raise BufferError("bfloat16 is not exported")
+
+    layer = cufp8.Linear(np.ones((2, 3), np.float32), device="cpu")
+    with pytest.raises(TypeError, match=r"Refusing through DLPack \(bfloat16 is not exported\); convert it"):
+        layer(Refusing(np.ones((1, 3), np.float32)))
 
 
 def view_of(a: np.ndarray) -> View:
