@@ -35,10 +35,6 @@ class Format:
         """The value of each code as float32, shape [2^bits]; NaN codes are NaN."""
         return np.arange(2**self.bits, dtype=np.uint8).view(self.dtype).astype(np.float32)
 
-    def is_nan(self, codes: np.ndarray) -> np.ndarray:
-        """Which codes (uint8, one each) are NaN."""
-        return np.isnan(self.table)[codes]
-
 
 @dataclass(frozen=True)
 class Scheme:

@@ -93,8 +93,8 @@ class Problem:
 
 # The argument blocks of kernels, in struct's notation. `launch` packs them; the .cu files mirror them
 # and fail to compile if the size differs.
-LINEAR_ARGS = struct.Struct("@PPPPPqqiiiiiiiiixxxx")  # x codes scale bias y, strides of x y, then LINEAR_TAIL
-LINEAR_TAIL = ("m", "n", "k", "steps", "out", "panel", "wider", "split", "stages")
+# x codes scale bias y, strides of x and y, then m n k steps out panel wider split stages
+LINEAR_ARGS = struct.Struct("@PPPPPqqiiiiiiiiixxxx")
 QUANTIZE_ARGS = struct.Struct("@PPPPqqqq")  # w codes scale status, strides n k, pitch, k
 STREAM_ARGS = struct.Struct("@PPqq")  # source, destination, 16-byte words, whether to store
 
@@ -168,7 +168,6 @@ class Kernel:
     serves: Callable[[Target, Problem], bool] = _serves_nothing
     plan: Callable[[Target, Problem], Launch] | None = None
     dynamic_smem: bool = False  # launches ask for shared memory of their own size
-    note: str = ""  # what was measured, on what
 
     @property
     def linear(self) -> bool:
@@ -272,7 +271,7 @@ def panels_split(n: int, k: int, sms: int) -> tuple[int, int]:
     """Panels of the layout and blocks that share a panel's k: as many blocks as multiprocessors, or a multiple.
 
     In a chain of launches each multiprocessor then holds one block of a kernel and one of the next. Few units a
-    multiprocessor: two blocks share k, so that a panel is wide and x is read less.
+    multiprocessor: two or four blocks share k, so that a panel is wide and x is read less.
     """
     units, steps = units_steps(n, k)
     # us of a chain on an H200, M = 8 / 64: 8192x8192 by 66 panels x 2 blocks 20.5 / 45, by 132 x 1 23.3 / 55; 1024x8192
