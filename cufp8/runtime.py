@@ -7,17 +7,15 @@ it; cuLaunchKernelEx launches it, for CuPy knows neither programmatic dependent 
 
 from __future__ import annotations
 
+# hashlib, tempfile and concurrent.futures come in where a kernel is compiled or loaded: `import cufp8` is quicker.
 import ctypes
-import hashlib
 import os
 import re
 import sys
-import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +77,8 @@ _PROBES = tuple(
 @cache
 def digests() -> dict[str, str]:
     """sha256 per row of KERNELS over its sources, its constants, and how it would be launched. Needs no GPU."""
+    import hashlib
+
     found = {}
     for row in KERNELS:
         h = hashlib.sha256()
@@ -247,6 +247,8 @@ def compile(row: Kernel, arch: str) -> Compiled:
 @cache
 def cache_dir() -> Path:
     """Where cubins are kept: CUFP8_CACHE_DIR, else the user's cache folder, else (said once) a temporary one."""
+    import tempfile
+
     wish = os.environ.get("CUFP8_CACHE_DIR")
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -267,6 +269,8 @@ def cache_dir() -> Path:
 
 def cache_file(row: Kernel, arch: str) -> Path:
     """The row's file in the cache; its name is the digest of all that the cubin depends on."""
+    import hashlib
+
     h = hashlib.sha256(repr((arch, options(row, arch), nvrtc_version())).encode())
     for name, text in sources(row.source).items():
         h.update(name.encode() + b"\0" + text + b"\0")
@@ -275,6 +279,8 @@ def cache_file(row: Kernel, arch: str) -> Path:
 
 def _read_cached(path: Path) -> bytes | None:
     """The cubin in a cache file: 32 bytes of sha256, then the code. None if it is absent, cut or altered."""
+    import hashlib
+
     try:
         blob = path.read_bytes()
     except OSError:
@@ -285,6 +291,9 @@ def _read_cached(path: Path) -> bytes | None:
 
 def binary(row: Kernel, arch: str) -> bytes:
     """The row's cubin for an arch, from the cache or compiled into it."""
+    import hashlib
+    import tempfile
+
     path = cache_file(row, arch)
     cubin = _read_cached(path)
     if cubin is None:
@@ -313,6 +322,8 @@ _loading = threading.Lock()
 
 def load(rows: Iterable[Kernel], device: int) -> None:
     """Compile where needed (several at once) and load the rows' kernels on a GPU."""
+    from concurrent.futures import ThreadPoolExecutor
+
     with _loading:
         arch = target(device).arch
         missing = [row for row in rows if (row.name, device) not in _functions and row.entries(arch_of(arch))]

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = sorted(p.name for p in (ROOT / "kernels_cu").iterdir() if p.suffix in {".cu", ".cuh"})
-MODULES = sorted(p.name for p in (ROOT / "cufp8").glob("*.py"))
+MODULES = sorted(str(p.relative_to(ROOT / "cufp8")) for p in (ROOT / "cufp8").rglob("*.py"))
 
 
 def run(*command: object, cwd: Path) -> str:

@@ -12,6 +12,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -298,14 +299,14 @@ def test_an_unwritable_folder_is_said_once(tmp_path: Path, compiled: list, monke
 def test_a_folder_that_refuses_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As a read-only folder does, which root would write into all the same.
     monkeypatch.setenv("CUFP8_CACHE_DIR", str(tmp_path / "cache"))
-    real = runtime.tempfile.NamedTemporaryFile
+    real = tempfile.NamedTemporaryFile
 
     def refuse(*args: Any, dir: Any = None, **options: Any) -> Any:
         if Path(dir) == tmp_path / "cache":
             raise PermissionError(13, "Permission denied", str(dir))
         return real(*args, dir=dir, **options)
 
-    monkeypatch.setattr(runtime.tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
     with pytest.warns(UserWarning, match="cannot be written.*Permission denied"):
         other = runtime.cache_dir()
     assert other != tmp_path / "cache" and other.is_dir()
