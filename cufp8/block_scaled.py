@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,21 +28,38 @@ def tiles(shape: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
             yield slice(i, min(i + rows, n)), slice(j, min(j + _TILE, k))
 
 
-def survey(w: np.ndarray) -> tuple[np.float32, tuple[int, int]]:
-    """The largest finite magnitude of w as float32, and (how many values are not finite, index of the first)."""
-    amax, count, first = np.float32(0), 0, 0
+@dataclass
+class Wrong:
+    """How many elements of a matrix with k columns are wrong, and the index, row * k + column, of the first."""
+
+    k: int
+    count: int = 0
+    first: int = 0
+
+    @property
+    def position(self) -> list[int]:
+        """[row, column] of the first."""
+        return list(divmod(self.first, self.k))
+
+    def add(self, wrong: np.ndarray, r: slice, c: slice) -> None:
+        """Count the True elements of `wrong`, which tells of the rows r and the columns c."""
+        if wrong.any():
+            i, j = np.argwhere(wrong)[0]
+            at = (r.start + int(i)) * self.k + c.start + int(j)
+            self.first = min(self.first, at) if self.count else at
+            self.count += int(np.count_nonzero(wrong))
+
+
+def survey(w: np.ndarray) -> tuple[np.float32, Wrong]:
+    """The largest finite magnitude of w as float32, and which values are not finite as float32."""
+    amax, wrong = np.float32(0), Wrong(w.shape[1])
     for r, c in tiles(w.shape):
         with np.errstate(over="ignore"):
             tile = np.abs(w[r, c].astype(np.float32))
         finite = np.isfinite(tile)
-        if not finite.all():
-            i, j = np.argwhere(~finite)[0]
-            at = (r.start + int(i)) * w.shape[1] + c.start + int(j)
-            first = min(first, at) if count else at
-            count += int(finite.size - np.count_nonzero(finite))
-            tile = np.where(finite, tile, np.float32(0))
-        amax = np.maximum(amax, tile.max())
-    return amax, (count, first)
+        wrong.add(~finite, r, c)
+        amax = np.maximum(amax, tile.max(initial=0, where=finite))
+    return amax, wrong
 
 
 def exponent_codes(amax: np.ndarray, element: Format, rule: str) -> np.ndarray:
@@ -64,8 +82,8 @@ def exponent_codes(amax: np.ndarray, element: Format, rule: str) -> np.ndarray:
 
 def quantize_blocks(
     w: np.ndarray, scheme: Scheme, rule: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, tuple[int, int]]:
-    """Codes, scale codes, global scale or None, and (how many values are not finite, index of the first).
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, Wrong]:
+    """Codes, scale codes, global scale or None, and which values are not finite.
 
     NVFP4, in this order: g = max(amax(w) / 2688, 2^-126), 1 where amax is 0; s = e4m3fn(min(amax_block / (6 * g),
     448)); code = e2m1(w / (s * g)), a signed zero where s is 0. MX: code = element(w / 2^(c - 127)), with c of
@@ -74,7 +92,7 @@ def quantize_blocks(
     """
     n, k = w.shape
     element, size = FORMATS[scheme.dtype], scheme.block[1]
-    amax, bad = survey(w)
+    amax, wrong = survey(w)
     top = np.float32(element.max)
     g = np.float32(1)
     if scheme.global_scale and amax:
@@ -108,7 +126,7 @@ def quantize_blocks(
                 codes[r, start : start + wide.shape[1] // 2] = pack_fp4(wide[:, ::2], wide[:, 1::2])
             else:
                 codes[r, c] = wide
-    return codes, scale, np.array([g], np.float32) if scheme.global_scale else None, bad
+    return codes, scale, np.array([g], np.float32) if scheme.global_scale else None, wrong
 
 
 def pack_fp4(low: np.ndarray, high: np.ndarray) -> np.ndarray:

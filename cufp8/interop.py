@@ -356,8 +356,14 @@ def on_host(a: Any) -> bool:
 
 
 def to_host(a: Any) -> np.ndarray:
-    """A NumPy array of a NumPy or CuPy array."""
-    return a if isinstance(a, np.ndarray) else a.get()
+    """A NumPy array of a NumPy or CuPy array; not for the way of a call, for it waits until the GPU is idle."""
+    if isinstance(a, np.ndarray):
+        return a
+    import cupy
+
+    with a.device:
+        cupy.cuda.runtime.deviceSynchronize()  # it may borrow what another library's stream is still writing
+        return a.get()
 
 
 def extent(v: View, itemsize: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cufp8 import interop, kernels, runtime
-from cufp8.block_scaled import E8M0_RULES, quantize_blocks
+from cufp8.block_scaled import E8M0_RULES, Wrong, quantize_blocks, tiles
 from cufp8.formats import FLOATS, FORMATS, SCALE_MIN, SCHEMES, Scheme
 from cufp8.formats import scheme as scheme_of
 
@@ -98,9 +98,8 @@ class QuantizedTensor:
 
     def _global(self, given: Any, scheme: Scheme) -> Any:
         if (given is not None) != scheme.global_scale:
-            need = "needs one" if scheme.global_scale else "has none"
-            was = "none" if given is None else "one"
-            raise ValueError(f"QuantizedTensor: {scheme.name} {need}, a global_scale; {was} was given.")
+            text = "needs a global_scale; none was" if given is None else "has no global_scale; one was"
+            raise ValueError(f"QuantizedTensor: {scheme.name} {text} given.")
         if given is None:
             return None
         g = interop.array(given, "QuantizedTensor: global_scale")
@@ -138,11 +137,10 @@ class QuantizedTensor:
             )
         if self.dtype != "float8_e4m3fn":
             return
-        count, first = _count_nan(self.codes)
-        if count:
-            row, column = divmod(first, self.shape[1])
+        nan = _find_nan(self.codes)
+        if nan.count:
             raise ValueError(
-                f"QuantizedTensor: {count} of the {self.dtype} codes are NaN, the first at [{row}, {column}]."
+                f"QuantizedTensor: {nan.count} of the {self.dtype} codes are NaN, the first at {nan.position}."
             )
 
     @property
@@ -203,10 +201,9 @@ class QuantizedTensor:
                 return cupy.asarray(self.to("cpu").dequantize(dtype))
         out = np.empty(self.shape, FLOATS.get(dtype, dtype))
         with np.errstate(over="ignore"):
-            for r in _row_chunks(self.shape, _TILE):
-                for c in _column_chunks(self.shape):
-                    values = self._values(r, c)
-                    out[r, c] = values if dtype == "float64" else values.astype(np.float32).astype(out.dtype)
+            for r, c in tiles(self.shape):
+                values = self._values(r, c)
+                out[r, c] = values if dtype == "float64" else values.astype(np.float32).astype(out.dtype)
         return out
 
     def _values(self, r: slice, c: slice) -> np.ndarray:
@@ -284,15 +281,15 @@ def quantize(w: Any, scheme: str = "FP8A16", *, e8m0: str = "RCEIL") -> Quantize
         raise ValueError(f"quantize: e8m0 is {e8m0!r}; allowed are {', '.join(E8M0_RULES)}.")
     a = _weights(w)
     if row.scale_dtype != "float32":
-        codes, scale, global_scale, bad = quantize_blocks(interop.to_host(a), row, e8m0)
-        _refuse(bad, a.shape)
+        codes, scale, global_scale, wrong = quantize_blocks(interop.to_host(a), row, e8m0)
+        _refuse(wrong, a.shape)
         q = _quantized(codes, scale, row, a.shape, global_scale)
         return q if interop.on_host(a) else q.to(f"cuda:{a.device.id}")
     if interop.on_host(a):
-        codes, scale, bad = _quantize_host(a, FORMATS[row.dtype])
+        codes, scale, wrong = _quantize_host(a, FORMATS[row.dtype])
     else:
-        codes, scale, bad = _quantize_gpu(a, a.device.id, interop.stream(w))
-    _refuse(bad, a.shape)
+        codes, scale, wrong = _quantize_gpu(a, a.device.id, interop.stream(w))
+    _refuse(wrong, a.shape)
     return _quantized(codes, scale, row, a.shape)
 
 
@@ -305,13 +302,13 @@ def quantize_to(w: Any, device: str, scheme: str = "FP8A16") -> QuantizedTensor:
     cupy, index = _gpu(device)
     n, k = a.shape
     with cupy.cuda.Device(index):
-        codes, scale, bad = cupy.empty((n, k), np.uint8), cupy.empty((n, 1), np.float32), (0, 0)
+        codes, scale, wrong = cupy.empty((n, k), np.uint8), cupy.empty((n, 1), np.float32), Wrong(k)
         for r in _row_chunks(a.shape, _STAGE_BYTES // a.dtype.itemsize):
             part = cupy.asarray(np.ascontiguousarray(a[r]).view(f"u{a.dtype.itemsize}")).view(_cupy_dtype(a.dtype))
             found = _quantize_gpu(part, index, cupy.cuda.get_current_stream().ptr, codes[r], scale[r])[2]
-            if found[0]:
-                bad = bad[0] + found[0], bad[1] if bad[0] else r.start * k + found[1]
-    _refuse(bad, a.shape)
+            if found.count:
+                wrong = Wrong(k, wrong.count + found.count, wrong.first if wrong.count else r.start * k + found.first)
+    _refuse(wrong, a.shape)
     return _quantized(codes, scale, row, a.shape)
 
 
@@ -359,13 +356,11 @@ def _weights(w: Any) -> Any:
     return a
 
 
-def _refuse(bad: tuple[int, int], shape: tuple[int, int]) -> None:
-    count, first = bad
-    if count:
-        row, column = divmod(first, shape[1])
+def _refuse(wrong: Wrong, shape: tuple[int, int]) -> None:
+    if wrong.count:
         raise ValueError(
-            f"quantize: {count} of {shape[0] * shape[1]} weights are not finite as float32 (NaN, Inf or beyond "
-            f"3.4e38), the first at [{row}, {column}]."
+            f"quantize: {wrong.count} of {math.prod(shape)} weights are not finite as float32 (NaN, Inf or beyond "
+            f"3.4e38), the first at {wrong.position}."
         )
 
 
@@ -381,29 +376,24 @@ def _column_chunks(shape: tuple[int, int]) -> Iterator[slice]:
     return (slice(i, min(i + _TILE, shape[1])) for i in range(0, shape[1], _TILE))
 
 
-def _quantize_host(w: np.ndarray, fmt: Any) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
-    """Codes, scales, and (how many values are not finite, index of the first)."""
+def _quantize_host(w: np.ndarray, fmt: Any) -> tuple[np.ndarray, np.ndarray, Wrong]:
+    """Codes, scales, and which values are not finite."""
     n, k = w.shape
-    codes, scale, count, first = np.empty((n, k), np.uint8), np.empty((n, 1), np.float32), 0, 0
+    codes, scale, wrong = np.empty((n, k), np.uint8), np.empty((n, 1), np.float32), Wrong(k)
     top = np.float32(fmt.max)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for r in _row_chunks(w.shape, _TILE):
             amax = np.zeros((r.stop - r.start, 1), np.float32)
             for c in _column_chunks(w.shape):
                 tile = np.abs(w[r, c].astype(np.float32))
-                finite = np.isfinite(tile)
-                if not finite.all():
-                    i, j = np.argwhere(~finite)[0]
-                    at = (r.start + int(i)) * k + c.start + int(j)
-                    first = min(first, at) if count else at
-                    count += int(finite.size - np.count_nonzero(finite))
+                wrong.add(~np.isfinite(tile), r, c)
                 np.maximum(amax, tile.max(axis=1, keepdims=True), out=amax)
             scale[r] = np.where(amax == 0, np.float32(1), np.maximum(amax / top, np.float32(SCALE_MIN)))
             for c in _column_chunks(w.shape):
                 tile = w[r, c].astype(np.float32) / scale[r]
                 np.clip(tile, -top, top, out=tile)
                 codes[r, c] = tile.astype(fmt.dtype).view(np.uint8)
-    return codes, scale, (count, first)
+    return codes, scale, wrong
 
 
 # --- on the GPU ------------------------------------------------------------------------------------------
@@ -433,9 +423,7 @@ def _gpu(device: str) -> tuple[Any, int]:
     return cupy, index
 
 
-def _quantize_gpu(
-    w: Any, device: int, stream: int, codes: Any = None, scale: Any = None
-) -> tuple[Any, Any, tuple[int, int]]:
+def _quantize_gpu(w: Any, device: int, stream: int, codes: Any = None, scale: Any = None) -> tuple[Any, Any, Wrong]:
     """As _quantize_host, by quantize.cu on `stream`; ends in a synchronise: weights never change again."""
     import cupy
 
@@ -448,14 +436,14 @@ def _quantize_gpu(
         whole = stride_k == 1 and k * size % 16 == 0 and stride_n * size % 16 == 0 and w.data.ptr % 16 == 0
         entry = f"quantize_{w.dtype.name}{'' if whole else '_any'}"
         fields = (w.data.ptr, codes.data.ptr, scale.data.ptr), (stride_n, stride_k, codes.strides[0], k)
-        bad = _with_status(entry, n, device, stream, *fields)
-    return codes, scale, bad
+        wrong = _with_status(entry, n, device, stream, *fields)
+    return codes, scale, wrong
 
 
 def _with_status(
     entry: str, rows: int, device: int, stream: int, arrays: tuple[int, ...], strides: tuple[int, ...]
-) -> tuple[int, int]:
-    """Launch an entry of quantize.cu over `rows`; what it counted and the least index, or (0, 0)."""
+) -> Wrong:
+    """Launch an entry of quantize.cu over `rows`; what it has found. The last of `strides` is k."""
     import cupy
 
     row = runtime.row("quantize")
@@ -468,7 +456,7 @@ def _with_status(
     copy(status.ctypes.data, on_gpu.ptr, 16, 2, stream)
     cupy.cuda.runtime.streamSynchronize(stream)
     count, first = (int(v) for v in status)
-    return (count, first) if count else (0, 0)
+    return Wrong(strides[-1], count, first if count else 0)
 
 
 def _dequantize_gpu(q: QuantizedTensor, dtype: str) -> Any:
@@ -487,7 +475,7 @@ def _dequantize_gpu(q: QuantizedTensor, dtype: str) -> Any:
     return out
 
 
-def _count_nan(codes: Any) -> tuple[int, int]:
+def _find_nan(codes: Any) -> Wrong:
     n, k = codes.shape
     if not interop.on_host(codes):
         import cupy
@@ -499,15 +487,10 @@ def _count_nan(codes: Any) -> tuple[int, int]:
             stream = interop.stream(codes)
             arrays = (0, codes.data.ptr, 0)
             return _with_status("find_nan", n, device, stream, arrays, (0, 0, codes.strides[0], k))
-    count = first = 0
-    for r in _row_chunks(codes.shape, _TILE):
-        nan = (codes[r] & 0x7F) == 0x7F
-        if nan.any():
-            if not count:
-                i, j = np.argwhere(nan)[0]
-                first = (r.start + int(i)) * k + int(j)
-            count += int(np.count_nonzero(nan))
-    return count, first
+    wrong = Wrong(k)
+    for r, c in tiles(codes.shape):
+        wrong.add((codes[r, c] & 0x7F) == 0x7F, r, c)
+    return wrong
 
 
 # --- the error -------------------------------------------------------------------------------------------

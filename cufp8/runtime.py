@@ -7,8 +7,9 @@ it; cuLaunchKernelEx launches it, for CuPy knows neither programmatic dependent 
 
 from __future__ import annotations
 
-# hashlib, tempfile and concurrent.futures come in where a kernel is compiled or loaded: `import cufp8` is quicker.
+# tempfile and concurrent.futures come in where a kernel is compiled or loaded: `import cufp8` is quicker.
 import ctypes
+import hashlib
 import os
 import re
 import sys
@@ -77,8 +78,6 @@ _PROBES = tuple(
 @cache
 def digests() -> dict[str, str]:
     """sha256 per row of KERNELS over its sources, its constants, and how it would be launched. Needs no GPU."""
-    import hashlib
-
     found = {}
     for row in KERNELS:
         h = hashlib.sha256()
@@ -269,8 +268,6 @@ def cache_dir() -> Path:
 
 def cache_file(row: Kernel, arch: str) -> Path:
     """The row's file in the cache; its name is the digest of all that the cubin depends on."""
-    import hashlib
-
     h = hashlib.sha256(repr((arch, options(row, arch), nvrtc_version())).encode())
     for name, text in sources(row.source).items():
         h.update(name.encode() + b"\0" + text + b"\0")
@@ -279,8 +276,6 @@ def cache_file(row: Kernel, arch: str) -> Path:
 
 def _read_cached(path: Path) -> bytes | None:
     """The cubin in a cache file: 32 bytes of sha256, then the code. None if it is absent, cut or altered."""
-    import hashlib
-
     try:
         blob = path.read_bytes()
     except OSError:
@@ -291,7 +286,6 @@ def _read_cached(path: Path) -> bytes | None:
 
 def binary(row: Kernel, arch: str) -> bytes:
     """The row's cubin for an arch, from the cache or compiled into it."""
-    import hashlib
     import tempfile
 
     path = cache_file(row, arch)
@@ -302,8 +296,8 @@ def binary(row: Kernel, arch: str) -> bytes:
             # Written beside and moved: two processes may compile at once, the later one wins, none reads a part.
             with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, delete=False) as f:
                 f.write(hashlib.sha256(cubin).digest() + cubin)
-            os.chmod(f.name, 0o644)  # a folder may serve several users
             try:
+                os.chmod(f.name, 0o644)  # a folder may serve several users
                 os.replace(f.name, path)
             except OSError:
                 os.unlink(f.name)

@@ -451,5 +451,5 @@ def test_linear_on_a_gpu_is_refused(scheme: str) -> None:
         lambda: cufp8.Linear.from_quantized(cufp8.quantize(w, scheme), device="cuda"),
         lambda: cufp8.Linear(w, scheme=scheme, device="cpu").to("cuda"),
     ):
-        with pytest.raises((ValueError, NotImplementedError), match=scheme):
+        with pytest.raises(ValueError, match=f"no kernel serves {scheme}"):
             make()
