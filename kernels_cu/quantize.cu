@@ -3,9 +3,9 @@
 // scale [n] f32.
 // Grid n, block of 256: a row a block. Entries without `_any` take rows of w whose 16-byte pieces are whole and
 // aligned.
-// Shared memory: one partial maximum and one count a warp.
+// Shared memory: one partial maximum a warp.
 // status[0] counts the values that are not finite as float32, status[1] is the least index n * K + k of them (set to
-// 2^64 - 1 before).
+// 2^64 - 1 before). A row with such values has the scale of the others, and no codes.
 #include "convert.cuh"
 
 struct QuantizeArgs {
@@ -21,6 +21,17 @@ struct QuantizeArgs {
 static_assert(sizeof(QuantizeArgs) == ARGS_BYTES, "QuantizeArgs and kernels.QUANTIZE_ARGS must agree");
 
 constexpr int THREADS = 256;
+// Blocks of 16-bit entries that a multiprocessor is to hold: all that it takes, or one less; 32, 48, 64 registers.
+#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
+constexpr int BLOCKS = 2048 / THREADS;
+#elif __CUDA_ARCH__ >= 860
+constexpr int BLOCKS = 1536 / THREADS - 1;
+#else
+constexpr int BLOCKS = 1024 / THREADS;
+#endif
+// 16-byte pieces of a row that a thread keeps in registers: rows of 16 KiB are read once. More do not fit in 32
+// registers: of longer rows the rest is read again, from L2.
+constexpr int KEPT = 4;
 
 // What a 16-byte piece of a row holds, as floats.
 template <class X> struct Piece;
@@ -52,132 +63,159 @@ template <class X> struct Piece {
     }
 };
 
-__device__ __forceinline__ bool is_finite(float v) { return fabsf(v) <= 3.402823466e38f; }
+// Bits of a magnitude order as magnitudes do, Inf and NaN above all that is finite.
+constexpr uint32_t INFINITE = 0x7f800000u;
+__device__ __forceinline__ uint32_t magnitude(float v) { return __float_as_uint(v) & 0x7fffffffu; }
 
-// Largest magnitude of the finite values, and how many are not finite, over what a thread has seen.
-struct Seen {
-    float amax = 0.0f;
-    uint32_t bad = 0;
-
-    __device__ __forceinline__ void add(float v) {
-        if (is_finite(v))
-            amax = fmaxf(amax, fabsf(v));
-        else
-            ++bad;
+// The larger of `top` and the magnitudes in a piece. 16-bit values stay as they are, two maxima side by side ...
+template <class X> __device__ __forceinline__ uint32_t larger(uint32_t top, const uint4 &v) {
+    if constexpr (Piece<X>::SIZE == 8) {
+        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) top = __vmaxu2(top, words[i] & 0x7fff7fffu);
+    } else {
+        float f[Piece<X>::SIZE];
+        Piece<X>::floats(v, f);
+#pragma unroll
+        for (int j = 0; j < Piece<X>::SIZE; ++j) top = max(top, magnitude(f[j]));
     }
-};
+    return top;
+}
 
-// Division by one scale many times: the reciprocal is found once, each quotient is then put right twice by its
-// remainder. Correctly rounded like `/` as long as no remainder is subnormal; for tiny scales `/` itself serves.
+// ... until this makes a float's bits of them.
+template <class X> __device__ __forceinline__ uint32_t largest(uint32_t top) {
+    if constexpr (Piece<X>::SIZE == 8) top = magnitude(X::to_float(max(top & 0xffffu, top >> 16)));
+    return top;
+}
+
+__device__ __forceinline__ uint32_t warp_max(uint32_t v) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(0xffffffffu, v);
+#else
+#pragma unroll
+    for (int d = 16; d; d /= 2) v = max(v, __shfl_xor_sync(0xffffffffu, v, d));
+    return v;
+#endif
+}
+
+// The largest of all threads' values, for all threads.
+__device__ __forceinline__ uint32_t block_max(uint32_t v) {
+    __shared__ uint32_t tops[THREADS / 32];
+    v = warp_max(v);
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = v;
+    __syncthreads(); // every warp's maximum is there
+    return warp_max(tops[threadIdx.x % (THREADS / 32)]);
+}
+
+// A quotient v / by nearer to the exact one: put right by its remainder. In these signs -0 stays -0.
 // Source: P. Markstein, IA-64 and Elementary Functions, 2000, chapter 8.
-struct Divider {
-    float scale, reciprocal;
-    bool tiny;
+__device__ __forceinline__ float put_right(float q, float v, float by, float reciprocal) {
+    return fmaf(fmaf(q, by, -v), -reciprocal, q);
+}
 
-    __device__ __forceinline__ explicit Divider(float s)
-        : scale(s), reciprocal(__frcp_rn(s)), tiny(s < 0x1p-80f || s > 0x1p100f) {}
+// Division by one scale many times: the reciprocal of its mantissa is found once; its power of two multiplies, so that
+// no remainder that matters is subnormal. Put right twice, a quotient is correctly rounded. Once, it may miss that where
+// it is within 2^-46 of half-way between two floats; but of 16-bit values all pairs of amax and w were tried, and every
+// code is right.
+template <class X> struct Divider {
+    static constexpr int STEPS = sizeof(typename X::element) == 2 ? 1 : 2;
+    float power, mantissa, reciprocal;
 
-    static __device__ __noinline__ float slowly(float v, float by) { return __fdiv_rn(v, by); }
+    __device__ __forceinline__ explicit Divider(float scale)
+        : power(__uint_as_float((254u << 23) - (__float_as_uint(scale) & 0x7f800000u))),
+          mantissa(__uint_as_float((__float_as_uint(scale) & 0x007fffffu) | 0x3f800000u)),
+          reciprocal(__frcp_rn(mantissa)) {}
 
     __device__ __forceinline__ float divide(float v) const {
-        if (tiny) return slowly(v, scale);
+        v *= power;
         float q = v * reciprocal;
-        q = fmaf(fmaf(-q, scale, v), reciprocal, q);
-        return copysignf(fmaf(fmaf(-q, scale, v), reciprocal, q), v); // the remainder of -0 is +0
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) q = put_right(q, v, mantissa, reciprocal);
+        return q;
     }
-
-    __device__ __forceinline__ float clipped(float v) const { return fminf(fmaxf(divide(v), -448.0f), 448.0f); }
 };
 
-// All threads get the row's scale. Every thread passes here once, with the whole row seen by the block.
-template <class X> __device__ __forceinline__ float row_scale(const QuantizeArgs &a, Seen seen) {
-    __shared__ float amax[THREADS / 32];
-    __shared__ uint32_t bad[THREADS / 32];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int d = 16; d; d /= 2) {
-        seen.amax = fmaxf(seen.amax, __shfl_xor_sync(0xffffffffu, seen.amax, d));
-        seen.bad += __shfl_xor_sync(0xffffffffu, seen.bad, d);
-    }
-    if (lane == 0) amax[warp] = seen.amax, bad[warp] = seen.bad;
-    __syncthreads(); // every warp's partial results are there
-    float m = 0.0f;
-    uint32_t count = 0;
-#pragma unroll
-    for (int w = 0; w < THREADS / 32; ++w) m = fmaxf(m, amax[w]), count += bad[w];
-    const float scale = m == 0.0f ? 1.0f : fmaxf(__fdiv_rn(m, 448.0f), 0x1p-126f);
+// The row's scale from its largest magnitude. By 448 one step is enough for every float: all were tried.
+__device__ __forceinline__ float row_scale(const QuantizeArgs &a, uint32_t amax) {
+    const float m = __uint_as_float(amax), reciprocal = 1.0f / 448.0f;
+    const float scale = amax == 0 ? 1.0f : fmaxf(put_right(m * reciprocal, m, 448.0f, reciprocal), 0x1p-126f);
     if (threadIdx.x == 0) a.scale[blockIdx.x] = scale;
-    if (count) {
-        const auto *row = static_cast<const typename X::element *>(a.w) + blockIdx.x * a.stride_n;
-        if (threadIdx.x == 0) atomicAdd(a.status, static_cast<uint64_t>(count));
-        for (int64_t k = threadIdx.x; k < a.k; k += THREADS)
-            if (!is_finite(X::to_float(row[k * a.stride_k])))
-                atomicMin(a.status + 1, static_cast<uint64_t>(blockIdx.x * a.k + k));
-    }
     return scale;
+}
+
+// A row with values that are not finite: tells of them; the scale is that of the others, and no code is written.
+template <class X> __device__ __forceinline__ void refuse(const QuantizeArgs &a) {
+    const auto *row = static_cast<const typename X::element *>(a.w) + blockIdx.x * a.stride_n;
+    uint32_t amax = 0;
+    uint64_t count = 0, first = ~0ull;
+    for (int64_t k = threadIdx.x; k < a.k; k += THREADS) {
+        const uint32_t m = magnitude(X::to_float(row[k * a.stride_k]));
+        if (m < INFINITE)
+            amax = max(amax, m);
+        else
+            ++count, first = min(first, static_cast<uint64_t>(blockIdx.x * a.k + k));
+    }
+    if (count) atomicAdd(a.status, count), atomicMin(a.status + 1, first);
+    __syncthreads(); // every warp has read the maxima of before
+    row_scale(a, block_max(amax));
 }
 
 template <class X> __device__ __forceinline__ void quantize_pieces(const QuantizeArgs &a) {
     constexpr int SIZE = Piece<X>::SIZE;
-    constexpr int KEPT =
-        SIZE == 8 ? 2 : 4; // pieces a thread keeps in registers; of longer rows the rest is read again, from L2
-    const uint4 *row =
-        reinterpret_cast<const uint4 *>(static_cast<const typename X::element *>(a.w) + blockIdx.x * a.stride_n);
+    const auto *row = static_cast<const typename X::element *>(a.w) + blockIdx.x * a.stride_n;
     uint8_t *codes = a.codes + blockIdx.x * a.pitch;
-    const int64_t pieces = a.k / SIZE;
+    // This thread's pieces, how many, and where their codes go.
+    const uint4 *from = reinterpret_cast<const uint4 *>(row) + threadIdx.x;
+    const int pieces = static_cast<int>((static_cast<uint64_t>(a.k) / SIZE + THREADS - 1 - threadIdx.x) / THREADS);
+    uint8_t *to = codes + threadIdx.x * SIZE;
 
     uint4 kept[KEPT];
-    Seen seen;
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) {
-        const int64_t p = threadIdx.x + i * THREADS;
-        kept[i] = make_uint4(0, 0, 0, 0);
-        if (p < pieces) kept[i] = row[p];
-    }
-    float f[SIZE];
+    for (int i = 0; i < KEPT; ++i) kept[i] = i < pieces ? from[i * THREADS] : make_uint4(0, 0, 0, 0);
+    uint32_t top = 0;
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) {
-        Piece<X>::floats(kept[i], f);
-#pragma unroll
-        for (int j = 0; j < SIZE; ++j) seen.add(f[j]);
-    }
-    for (int64_t p = threadIdx.x + KEPT * THREADS; p < pieces; p += THREADS) {
-        Piece<X>::floats(row[p], f);
-#pragma unroll
-        for (int j = 0; j < SIZE; ++j) seen.add(f[j]);
-    }
+    for (int i = 0; i < KEPT; ++i) top = larger<X>(top, kept[i]);
+#pragma unroll 1
+    for (int i = KEPT; i < pieces; ++i) top = larger<X>(top, from[int64_t(i) * THREADS]);
 
-    const Divider by(row_scale<X>(a, seen));
-    const auto write = [&](const uint4 &v, int64_t p) {
-        float values[SIZE];
-        Piece<X>::floats(v, values);
+    const uint32_t amax = block_max(largest<X>(top));
+    if (amax >= INFINITE) return refuse<X>(a);
+    const Divider<X> by(row_scale(a, amax));
+    const auto write = [&](const uint4 &v, int i) {
+        float f[SIZE];
+        Piece<X>::floats(v, f);
         uint32_t words[2] = {0, 0};
 #pragma unroll
         for (int j = 0; j < SIZE; j += 2)
-            words[j / 4] |= float2_to_e4m3(by.clipped(values[j]), by.clipped(values[j + 1])) << j % 4 * 8;
-        if (SIZE == 8)
-            *reinterpret_cast<uint2 *>(codes + p * 8) = make_uint2(words[0], words[1]);
-        else if (SIZE == 4)
-            *reinterpret_cast<uint32_t *>(codes + p * 4) = words[0];
+            words[j / 4] |= float2_to_e4m3(by.divide(f[j]), by.divide(f[j + 1])) << j % 4 * 8;
+        uint8_t *p = to + int64_t(i) * (THREADS * SIZE);
+        if constexpr (SIZE == 8)
+            *reinterpret_cast<uint2 *>(p) = make_uint2(words[0], words[1]);
+        else if constexpr (SIZE == 4)
+            *reinterpret_cast<uint32_t *>(p) = words[0];
         else
-            *reinterpret_cast<uint16_t *>(codes + p * 2) = static_cast<uint16_t>(words[0]);
+            *reinterpret_cast<uint16_t *>(p) = static_cast<uint16_t>(words[0]);
     };
 #pragma unroll
     for (int i = 0; i < KEPT; ++i)
-        if (threadIdx.x + i * THREADS < pieces) write(kept[i], threadIdx.x + i * THREADS);
-    for (int64_t p = threadIdx.x + KEPT * THREADS; p < pieces; p += THREADS) write(row[p], p);
+        if (i < pieces) write(kept[i], i);
+#pragma unroll 1
+    for (int i = KEPT; i < pieces; ++i) write(from[int64_t(i) * THREADS], i);
     for (int64_t k = a.k + threadIdx.x; k < a.pitch; k += THREADS) codes[k] = 0;
 }
 
 template <class X> __device__ __forceinline__ void quantize_elements(const QuantizeArgs &a) {
     const auto *row = static_cast<const typename X::element *>(a.w) + blockIdx.x * a.stride_n;
     uint8_t *codes = a.codes + blockIdx.x * a.pitch;
-    Seen seen;
-    for (int64_t k = threadIdx.x; k < a.k; k += THREADS) seen.add(X::to_float(row[k * a.stride_k]));
-    const Divider by(row_scale<X>(a, seen));
+    uint32_t top = 0;
+    for (int64_t k = threadIdx.x; k < a.k; k += THREADS) top = max(top, magnitude(X::to_float(row[k * a.stride_k])));
+
+    const uint32_t amax = block_max(top);
+    if (amax >= INFINITE) return refuse<X>(a);
+    const Divider<X> by(row_scale(a, amax));
     for (int64_t k = threadIdx.x; k < a.pitch; k += THREADS) {
         const float v = k < a.k ? X::to_float(row[k * a.stride_k]) : 0.0f;
-        codes[k] = static_cast<uint8_t>(float2_to_e4m3(by.clipped(v), 0.0f));
+        codes[k] = static_cast<uint8_t>(float2_to_e4m3(by.divide(v), 0.0f));
     }
 }
 
@@ -190,12 +228,12 @@ template <class X> __device__ __forceinline__ void dequantize(const QuantizeArgs
         row[k * a.stride_k] = X::from_float(e4m3_to_float2<0>(codes[k]).x * scale);
 }
 
-#define ENTRIES(dtype, X)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS, 3)                                                           \
+#define ENTRIES(dtype, X, blocks)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(THREADS, blocks)                                                      \
         quantize_##dtype(const __grid_constant__ QuantizeArgs a) {                                                     \
         quantize_pieces<X>(a);                                                                                         \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, 3)                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS / 2)                                                  \
         quantize_##dtype##_any(const __grid_constant__ QuantizeArgs a) {                                               \
         quantize_elements<X>(a);                                                                                       \
     }                                                                                                                  \
@@ -203,10 +241,10 @@ template <class X> __device__ __forceinline__ void dequantize(const QuantizeArgs
         dequantize<X>(a);                                                                                              \
     }
 
-ENTRIES(float16, F16)
-ENTRIES(bfloat16, BF16)
-ENTRIES(float32, F32)
-ENTRIES(float64, F64)
+ENTRIES(float16, F16, BLOCKS)
+ENTRIES(bfloat16, BF16, BLOCKS)
+ENTRIES(float32, F32, BLOCKS / 2) // with as few registers these spill
+ENTRIES(float64, F64, BLOCKS / 2)
 
 // status[0] counts NaN codes in `codes` [gridDim.x rows, pitch], the first k of each row; status[1] as above.
 extern "C" __global__ void __launch_bounds__(THREADS) find_nan(const __grid_constant__ QuantizeArgs a) {

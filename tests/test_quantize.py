@@ -705,10 +705,21 @@ def test_device_bases_off_16_bytes(rng: np.random.Generator, dtype: str, offset:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("exponent", [0, -60, 60])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [255, 2048, 4104, 8192, 8200, 14336])
+def test_device_rows_kept_and_rows_read_twice(rng: np.random.Generator, dtype: str, k: int) -> None:
+    w = weights(rng, 5, k + 16, dtype)
+    check_on_device(np.ascontiguousarray(w[:, :k]))
+    check_on_device(w, lambda w: w[:, :k])
+    check_on_device(w, lambda w: w[:, 1 : k + 1])  # never on 16 bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exponent", [0, -60, 60, -126, 119])
 def test_device_codes_and_ties(rng: np.random.Generator, exponent: int) -> None:
     values = _between_neighbours()
-    row = np.concatenate([values, -values, reference.VALUES[FINITE]]).astype(np.float32)
+    row = np.concatenate([values, -values, reference.VALUES[FINITE], [448, -448]]).astype(np.float32)
+    assert len(row) % 4 == 0  # whole pieces of 16 bytes
     w = np.stack([row, rng.permutation(row)]) * np.float32(2.0**exponent)
     q = check_on_device(w)
     assert set(q.codes.get().ravel()) == set(FINITE)
@@ -721,13 +732,32 @@ def test_device_every_16_bit_value(dtype: str) -> None:
 
 
 @pytest.mark.gpu
-def test_device_ties_under_any_scale(rng: np.random.Generator) -> None:
-    amax = np.exp2(rng.uniform(-80, 80, (500, 1))).astype(np.float32)
-    scale = (amax.astype(np.float64) / 448).astype(np.float32)
+@pytest.mark.parametrize(
+    ("dtype", "exponent"), [("float16", e) for e in (15, -14)] + [("bfloat16", e) for e in (127, 0, -100, -118, -126)]
+)
+def test_device_every_quotient_of_16_bit_values(dtype: str, exponent: int) -> None:
+    # A row for each amax of a binade, with all values down to those whose code is 0: what the single step of the
+    # division in quantize.cu rests on. Many quotients are ties, or one step of float32 beside them.
+    values = np.unique(np.abs(_every_16_bit_value(dtype).astype(np.float64)))
+    values = values[(values >= 2.0 ** (exponent - 19)) & (values < 2.0 ** (exponent + 1))]
+    amax = values[values >= 2.0**exponent]
+    w = np.minimum(values, amax[:, None])
+    w[:, 1::2] *= -1
+    check_on_device(w.astype(kind_of(dtype)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("low", "high"), [(-80, 80), (-125, -80), (80, 127.9)])
+def test_device_ties_under_any_scale(rng: np.random.Generator, low: float, high: float) -> None:
+    amax = np.exp2(rng.uniform(low, high, (500, 1))).astype(np.float32)
+    scale = np.maximum(amax.astype(np.float64) / 448, SMALLEST).astype(np.float32)
     near = (scale * reference.TIES[None]).astype(np.float32)
-    w = np.concatenate([near, np.nextafter(near, 0), np.nextafter(near, np.float32(1e38))], axis=1)
+    near = np.where(near < amax, near, 0)
+    w = np.concatenate([near, np.nextafter(near, 0), np.nextafter(near, amax)], axis=1)
     w *= rng.choice(np.float32([-1, 1]), w.shape)
-    check_on_device(np.concatenate([w, amax], axis=1))
+    w = np.concatenate([w, amax, -amax], axis=1)
+    assert w.shape[1] % 4 == 0  # whole pieces of 16 bytes
+    check_on_device(w)
 
 
 @pytest.mark.gpu
@@ -768,13 +798,36 @@ def test_device_float64_is_rounded_to_float32_first(rng: np.random.Generator) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_device_largest_and_smallest_values(dtype: str) -> None:
+    top, tiny = float(np.finfo(np.float32).max), 2.0**-149
+    amax = np.array([top, 2.0**127, 1, 448 * SMALLEST, 2.0**-117, SMALLEST, 447 * tiny, tiny])[:, None]
+    w = amax * np.array([1, -1, 0.5, -(2.0**-18), 0.0, -0.0, -(2.0**-20), 1e-30])
+    check_on_device(np.tile(w, 33).astype(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_device_finds_every_16_bit_value_that_is_not_finite(rng: np.random.Generator, dtype: str) -> None:
+    values = np.arange(2**16, dtype=np.uint16).view(kind_of(dtype))
+    values = values[~np.isfinite(values.astype(np.float32))]
+    w = weights(rng, len(values), 64, dtype)
+    at = np.arange(3, 3 + len(values)) % 64
+    w[np.arange(len(values)), at] = values
+    with pytest.raises(ValueError) as error:
+        cufp8.quantize(on_device(w))
+    assert_tells(error, len(values), (0, 3))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_device_weights_that_are_not_finite(rng: np.random.Generator, dtype: str, value: float) -> None:
-    w = weights(rng, 300, 1001, dtype)
+@pytest.mark.parametrize("k", [1001, 8200])
+def test_device_weights_that_are_not_finite(rng: np.random.Generator, dtype: str, value: float, k: int) -> None:
+    w = weights(rng, 300, k, dtype)
     at = rng.choice(w.size, 57, replace=False)
     w.reshape(-1)[at] = value
-    first = divmod(int(at.min()), 1001)
+    first = divmod(int(at.min()), k)
     with pytest.raises(ValueError) as error:
         cufp8.quantize(on_device(w))
     assert_tells(error, 57, first)
