@@ -40,6 +40,9 @@ class Linear:
     pdl
         Programmatic dependent launch (sm_90 and newer): the kernel starts, and reads codes, scales and bias, before
         its predecessor in the stream is done. False: it starts after.
+    batch_invariant
+        The bits of a row of y depend on its row of x alone, not on how many rows come with it. False: each number of
+        rows gets the kernel that is fastest for it, and rows may differ in their last bit.
 
     Raises
     ------
@@ -58,9 +61,10 @@ class Linear:
         device: str | None = None,
         out_dtype: str | None = None,
         pdl: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         place = _place(device, interop.array(weights, "Linear: weights"))
-        self._init(quantize_to(weights, place, scheme), bias, out_dtype, pdl)
+        self._init(quantize_to(weights, place, scheme), bias, out_dtype, pdl, batch_invariant)
 
     @classmethod
     def from_quantized(
@@ -71,20 +75,21 @@ class Linear:
         device: str | None = None,
         out_dtype: str | None = None,
         pdl: bool = True,
+        batch_invariant: bool = False,
     ) -> Linear:
         """A layer from codes and scales that exist already; parameters as for `Linear`."""
         layer = cls.__new__(cls)
-        layer._init(q.to(_place(device, q.codes)), bias, out_dtype, pdl)
+        layer._init(q.to(_place(device, q.codes)), bias, out_dtype, pdl, batch_invariant)
         return layer
 
-    def _init(self, q: QuantizedTensor, bias: Any, out_dtype: str | None, pdl: bool) -> None:
+    def _init(self, q: QuantizedTensor, bias: Any, out_dtype: str | None, pdl: bool, batch_invariant: bool) -> None:
         if out_dtype is not None and out_dtype not in FLOATS:
             raise ValueError(f"Linear: out_dtype is {out_dtype!r}; allowed are {', '.join(FLOATS)} and None.")
-        self.shape, self.out_dtype, self.pdl = q.shape, out_dtype, pdl
+        self.shape, self.out_dtype, self.pdl, self.batch_invariant = q.shape, out_dtype, pdl, batch_invariant
         self.scheme = q.scheme
         self._n, self._k = q.shape
         bias = self._bias(bias)
-        self._plans: dict[Any, Callable[..., None]] = {}
+        self._plans: dict[Any, Any] = {}  # what `_plan` and `_examine` remember
         if q.device == "cpu":
             self._weight, self.bias, self._index = q, bias, None
             return
@@ -123,6 +128,9 @@ class Linear:
             raise ValueError(f"Linear: bias[{np.flatnonzero(~np.isfinite(b))[0]}] is not finite as float32.")
         return b
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}}  # a plan holds this layer's addresses: a copy makes its own
+
     @property
     def weight(self) -> QuantizedTensor:
         """The codes and scales in the standard layout; on a GPU a copy, unpacked from the kernels' layout."""
@@ -147,13 +155,21 @@ class Linear:
             return self
         q = self.weight.to(device)
         bias = None if self.bias is None else interop.to_host(self.bias)
-        return Linear.from_quantized(q, bias, device=q.device, out_dtype=self.out_dtype, pdl=self.pdl)
+        return Linear.from_quantized(
+            q,
+            bias,
+            device=q.device,
+            out_dtype=self.out_dtype,
+            pdl=self.pdl,
+            batch_invariant=self.batch_invariant,
+        )
 
     def kernels(self, m: int, x_dtype: str = "bfloat16") -> str:
-        """The name of the KERNELS row that serves m rows of x; "numpy" on the CPU."""
+        """The name of the KERNELS row that serves m rows of x, laid out as a new array is; "numpy" on the CPU."""
         if self._index is None:
             return "numpy"
-        return pick(self._target, self._problem(m, x_dtype)).name
+        aligned16 = self._k * _SIZES[x_dtype] % 16 == 0
+        return pick(self._target, self._problem(m, x_dtype, aligned16)).name
 
     def __repr__(self) -> str:
         serving = ", ".join(f"M={m} {self.kernels(m)}" for m in (1, 16, 256))
@@ -199,6 +215,26 @@ class Linear:
             with cupy.cuda.Device(self._index):
                 return self(x, out)
 
+        # Of an x, and an out, whose form was served before, only addresses and the stream are looked at.
+        x_ptr, form = a.seen(x)
+        if out is not None:
+            y_ptr, y_form = a.seen(out) if interop.adapter(out) is a else interop.UNSEEN
+            form = form and y_form and (form, y_form)
+        known = None if x_ptr & 15 else self._plans.get(form)
+        if known is None:
+            return self._examine(a, x, out, form)
+        plan, x_stride, y_stride, result = known
+        stream = a.stream(x)
+        if out is None:
+            out, y_ptr = result(stream)
+        else:
+            x_bytes, y_bytes = result
+            self._check_apart((x_ptr, x_ptr + x_bytes), (y_ptr, y_ptr + y_bytes))
+        plan(stream, x_ptr, x_stride, y_ptr, y_stride)
+        return out
+
+    def _examine(self, a: Any, x: Any, out: Any, form: Any) -> Any:
+        """A call that looks at all of x and out. What holds for all of their form, x on 16 bytes, is remembered."""
         v = a.view(x)
         if v.device != self._index:
             raise self._elsewhere(v)
@@ -207,10 +243,10 @@ class Linear:
             raise self._features(shape)
         flat = interop.rows(v)
         if flat is None or (flat[0] > 1 and not self._k <= flat[1] < 2**31):
-            x = a.contiguous(x)
+            x, form = a.contiguous(x), None
             v = a.view(x)
             flat = interop.rows(v) or (math.prod(shape[:-1]), self._k)
-        m, x_stride = flat
+        m, x_stride = flat if flat[0] > 1 else (flat[0], self._k)
         ptr, dtype = v.ptr, v.dtype
         try:
             size = _SIZES[dtype]
@@ -219,19 +255,19 @@ class Linear:
         if ptr % size:
             raise ValueError(f"Linear: x starts at address {ptr:#x}, which no {dtype} can; copy x first.")
         stream = a.stream(x)
-        aligned = not (ptr | self._k * size | (x_stride * size if m > 1 else 0)) & 15
-        out_dtype = self.out_dtype or dtype
+        aligned = not (ptr | self._k * size | x_stride * size) & 15
+        y_shape, out_dtype = (*shape[:-1], self._n), self.out_dtype or dtype
         if out is None:
-            y = a.empty(x, (*shape[:-1], self._n), out_dtype, stream)
-            y_ptr, y_stride = a.view(y).ptr if a.kind != "JAX" else y.data.ptr, self._n
+            result = a.maker(y_shape, out_dtype, self._index)
+            (y, y_ptr), y_stride = result(stream), self._n
         else:
-            y, (y_ptr, y_stride) = out, self._check_out(a, v, out, (*shape[:-1], self._n), out_dtype, size)
+            y, (y_ptr, y_stride) = out, self._check_out(a, v, out, y_shape, out_dtype, size)
+            result = size * ((m - 1) * x_stride + self._k), _SIZES[out_dtype] * ((m - 1) * y_stride + self._n)
         if m:
-            key = m, dtype, aligned
-            plan = self._plans.get(key)
-            if plan is None:
-                plan = self._plan(m, dtype, aligned, stream)
-            plan(stream, ptr, x_stride if m > 1 else self._k, y_ptr, y_stride)
+            plan = self._plans.get((m, dtype, aligned)) or self._plan(m, dtype, aligned, stream)
+            plan(stream, ptr, x_stride, y_ptr, y_stride)
+            if form is not None and not ptr & 15:
+                self._remember(form, (plan, x_stride, y_stride, result))
         return y if out is not None else a.finish(x, y, stream)
 
     # --- one problem's launch ----------------------------------------------------------------------------
@@ -239,7 +275,7 @@ class Linear:
     def _problem(self, m: int, x_dtype: str, aligned16: bool = True, captured: bool = False) -> Problem:
         return Problem(
             self.scheme, (1, self._k), x_dtype, self.out_dtype or x_dtype, m, self._n, self._k,
-            aligned16=aligned16, captured=captured,
+            aligned16=aligned16, batch_invariant=self.batch_invariant, captured=captured,
         )  # fmt: skip
 
     def _plan(self, m: int, x_dtype: str, aligned: bool, stream: int) -> Callable[..., None]:
@@ -250,26 +286,24 @@ class Linear:
             plan = partial(self._library, problem, self._launch_plan(self._problem(m, x_dtype, aligned, True)))
         else:
             plan = self._launch_plan(problem)
-        if len(self._plans) >= 4096:
-            self._plans.clear()
-        self._plans[m, x_dtype, aligned] = plan
+        self._remember((m, x_dtype, aligned), plan)
         return plan
 
-    def _launch_plan(self, p: Problem) -> Callable[..., None]:
+    def _remember(self, key: Any, value: Any) -> None:
+        if len(self._plans) >= 4096:
+            self._plans.clear()
+        self._plans[key] = value
 
+    def _launch_plan(self, p: Problem) -> Callable[..., None]:
         row = pick(self._target, p)
         launch = row.plan(self._target, p)
         pdl = self.pdl and kernels.arch_of(self._target.arch).pdl
-        launcher = runtime.Launcher(row, launch, self._index, pdl=pdl)
         codes, scale = self._codes.data.ptr, self._scale.data.ptr
         bias = 0 if self.bias is None else self.bias.data.ptr
         units, steps = kernels.units_steps(p.n, p.k)
         tail = p.m, p.n, p.k, steps, _OUT[p.out_dtype], *divmod(units, self._panels), launch.split, launch.stages
-
-        def plan(stream: int, x: int, x_stride: int, y: int, y_stride: int) -> None:
-            launcher(stream, x, codes, scale, bias, y, x_stride, y_stride, *tail)
-
-        return plan
+        tail += launch.fields
+        return runtime.Product(row, launch, self._index, pdl, (codes, scale, bias), tail).queue
 
     def _library(
         self, p: Problem, captured: Callable[..., None], stream: int, x: int, x_stride: int, y: int, y_stride: int
@@ -324,13 +358,17 @@ class Linear:
             for r in _row_chunks(self.shape, _HOST_SLICE):
                 sums = np.zeros((x.shape[0], r.stop - r.start), np.float32)
                 for c in _column_chunks(self.shape):
-                    sums = sums + x[:, c] @ q.widened(r, c).T
+                    sums = sums + self._host_product(x[:, c], q.widened(r, c))
                 # In float64 the product is exact and the sum's rounding is far below float32's: as one fmaf.
                 v = sums.astype(np.float64) * q.row_scale(r)
                 if self.bias is not None:
                     v += self.bias[r]
                 y[:, r] = v.astype(np.float32).astype(y.dtype)
         return y
+
+    def _host_product(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        # A library's product of matrices may add up in another order for another number of rows.
+        return np.concatenate([row @ w.T for row in x[:, None]] or [x @ w.T]) if self.batch_invariant else x @ w.T
 
     # --- errors ------------------------------------------------------------------------------------------
 
@@ -368,14 +406,14 @@ class Linear:
             return w.ptr, self._n
         if flat is None or (flat[0] > 1 and flat[1] < self._n):
             raise ValueError(f"Linear: out has strides {list(w.strides)}; needed are contiguous rows, one pitch.")
-        first, end = interop.extent(w, FLOATS[dtype].itemsize)
-        for what, (low, high) in (
-            ("x", interop.extent(v, x_size)),
-            ("the weight", (self._codes.data.ptr, self._codes.data.ptr + self._codes.nbytes)),
-        ):
-            if first < high and low < end:
-                raise ValueError(f"Linear: out overlaps {what} in memory; give it memory of its own.")
+        self._check_apart(interop.extent(v, x_size), interop.extent(w, FLOATS[dtype].itemsize))
         return w.ptr, flat[1]
+
+    def _check_apart(self, x: tuple[int, int], out: tuple[int, int]) -> None:
+        codes = self._codes.data.ptr
+        for what, (low, high) in (("x", x), ("the weight", (codes, codes + self._codes.nbytes))):
+            if out[0] < high and low < out[1]:
+                raise ValueError(f"Linear: out overlaps {what} in memory; give it memory of its own.")
 
     def _check_host_out(self, a: Any, x: np.ndarray, out: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         b = interop.adapter(out)

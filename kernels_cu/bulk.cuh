@@ -3,9 +3,19 @@
 // and `empty` (one arrival a consumer). The n-th use of a barrier completes phase n; who waits names the parity of the
 // phase.
 // Cluster: blocks that run together and read each other's shared memory.
-// Source: PTX ISA, mbarrier, cp.async.bulk, barrier.cluster, mapa.
+// Source: PTX ISA, mbarrier, cp.async.bulk, cp.async.bulk.tensor, barrier.cluster, mapa.
 #pragma once
 #include "memory.cuh"
+
+// A place in a ring of stages, and the parity of the phase that its barriers are in.
+struct Place {
+    int slot = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void advance(int stages) {
+        if (++slot == stages) slot = 0, parity ^= 1;
+    }
+};
 
 __device__ __forceinline__ void mbarrier_init(uint64_t *barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals) : "memory");
@@ -53,6 +63,15 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive(uint64_t *barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
+// A box of a two-dimensional tensor map, its corner at `column` and `row`.
+__device__ __forceinline__ void cp_async_bulk_tensor(void *to, const void *map, int column, int row,
+                                                     uint64_t *barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];" ::"r"(smem_address(to)),
+                 "l"(map), "r"(column), "r"(row), "r"(smem_address(barrier))
+                 : "memory");
+}
+
 __device__ __forceinline__ uint32_t cluster_ctarank() {
     uint32_t rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -60,9 +79,9 @@ __device__ __forceinline__ uint32_t cluster_ctarank() {
 }
 
 // Every thread of the cluster arrives and waits; what was written to shared memory before is seen after.
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+__device__ __forceinline__ void cluster_sync() { cluster_arrive(), cluster_wait(); }
 
 // The same without an order of memory: for blocks that only must not leave yet.
 __device__ __forceinline__ void cluster_stay() {
@@ -75,4 +94,20 @@ __device__ __forceinline__ float ld_shared_cluster(const float *p, uint32_t rank
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem_address(p)), "r"(rank));
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there));
     return v;
+}
+
+__device__ __forceinline__ void st_shared_cluster(const float4 *p, uint32_t rank, const float4 &v) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem_address(p)), "r"(rank));
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w)
+                 : "memory");
+}
+
+// The registers of each thread of this warpgroup from here on; a block has what it was launched with.
+template <int COUNT> __device__ __forceinline__ void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT> __device__ __forceinline__ void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }

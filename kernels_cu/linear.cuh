@@ -23,7 +23,7 @@ struct LinearArgs {
     int split;  // blocks of a cluster that share a panel's k
     int stages; // of the shared-memory ring
 };
-static_assert(sizeof(LinearArgs) == ARGS_BYTES, "LinearArgs and kernels.LINEAR_ARGS must agree");
+static_assert(sizeof(LinearArgs) == LINEAR_ARGS_BYTES, "LinearArgs and kernels.LINEAR_ARGS must agree");
 
 // The layout of the codes (kernels.pack): tiles of 16 channels (a unit) and 64 of k (a step), 1 KiB each. The units of
 // a panel stand together: their tiles of step 0, of step 1, ... A tile is what a warp needs for four mma: lane l finds

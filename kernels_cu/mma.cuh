@@ -2,7 +2,7 @@
 // Lane l holds of A the rows l / 4 (a.x, a.z) and l / 4 + 8 (a.y, a.w), columns 2 * (l % 4) + {0, 1} (a.x, a.y) and
 // those + 8 (a.z, a.w); of B column l / 4, rows 2 * (l % 4) + {0, 1} (b0) and those + 8 (b1); of C the rows l / 4
 // (c[0], c[1]) and l / 4 + 8 (c[2], c[3]), columns 2 * (l % 4) + {0, 1}.
-// Source: PTX ISA, mma.sync.m16n8k16 and m16n8k8, ldmatrix.
+// Source: PTX ISA, mma.sync.m16n8k16 and m16n8k8, ldmatrix, movmatrix.
 #pragma once
 #include "convert.cuh"
 
@@ -42,5 +42,11 @@ __device__ __forceinline__ uint4 ldmatrix_x4(uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "r"(address));
+    return v;
+}
+
+// An 8 x 8 matrix of 16-bit values, lane l holding of row l / 4 the columns 2 * (l % 4) + {0, 1}, transposed.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t v) {
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(v));
     return v;
 }

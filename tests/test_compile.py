@@ -12,7 +12,17 @@ import pytest
 
 from cufp8 import runtime
 from cufp8.formats import FLOATS
-from cufp8.kernels import ARCHS, KERNELS, ROWS, Kernel, Problem, Target
+from cufp8.kernels import (
+    ARCHS,
+    KERNELS,
+    LINEAR_ARGS,
+    ROWS,
+    TENSOR_MAP_BYTES,
+    TILE_ARGS,
+    Kernel,
+    Problem,
+    Target,
+)
 
 REGISTERS = 65_536  # of a multiprocessor, sm_75 to sm_121
 STATIC_SMEM = 48 * 1024  # that a block may have without opting in
@@ -122,18 +132,71 @@ def supported(nvrtc, arch: str) -> bool:
     return int(re.search(r"\d+", arch).group()) in nvrtc.getSupportedArchs()
 
 
-def arguments_behind(lines: list[str]) -> list[tuple[str, set[int]]]:
-    """Each access to global memory, and the offsets in the argument block that its address comes from."""
+def before_the_wait(lines: list[str]) -> set[int]:
+    """The lines that can run before this thread's first griddepcontrol.wait, by the branches that lead to them."""
+    labels: dict[str, list[int]] = defaultdict(list)
+    for i, line in enumerate(lines):
+        if found := re.match(r"\s*([$\w]+):\s*$", line):
+            labels[found[1]].append(i)
+    reached: set[int] = set()
+    open_ends = [0]
+    while open_ends:
+        i = open_ends.pop()
+        if i in reached or i >= len(lines) or "griddepcontrol.wait" in lines[i]:
+            continue
+        reached.add(i)
+        found = re.match(r"\s*(@!?\S+\s+)?(bra|ret|exit|brx)\b(?:\.uni)?\s*([$\w]*)", lines[i])
+        if found and found[2] == "brx":
+            raise AssertionError(f"a branch that is not understood: {lines[i]}")
+        if found and found[2] == "bra":  # labels of inline assembly repeat: theirs is the nearest before
+            open_ends.append(max((at for at in labels[found[3]] if at < i), default=labels[found[3]][0]))
+        if not found or found[1]:
+            open_ends.append(i + 1)
+    return reached
+
+
+def test_the_reader_of_branches() -> None:
+    ptx = """
+        @%p1 bra $L__BB0_2;
+        ld.one;
+    again:
+        @!done bra again;
+        griddepcontrol.wait;
+    $L__BB0_1:
+        ld.two;
+        ret;
+    $L__BB0_2:
+        ld.three;
+    again:
+        @!done bra again;
+        @%p2 bra $L__BB0_1;
+        bra.uni $L__BB0_4;
+        ld.never;
+    $L__BB0_4:
+        griddepcontrol.wait;
+        ld.late;
+    """
+    lines = ptx.splitlines()
+    early = {lines[i].strip() for i in before_the_wait(lines) if "ld." in lines[i]}
+    assert early == {"ld.one;", "ld.two;", "ld.three;"}
+
+
+def arguments_behind(lines: list[str]) -> list[tuple[int, set[int]]]:
+    """Each access to global memory, by its line, and the offsets in the argument block that its address comes from.
+
+    Of a copy by a tensor map the address is the map's own, in the block.
+    """
     made_of: dict[str, set[str | int]] = defaultdict(set)
     into_block: dict[str, int] = {}  # registers that point into the argument block
     accesses = []
-    for line in lines:
+    for at, line in enumerate(lines):
         found = re.match(r"\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(.*);", line)
         if not found:
             continue
         op, operands = found.groups()
         if re.match(r"(ld|st|atom|red)\.(\w+\.)*?global|cp\.async\.(c[ag]|bulk)\.(?!commit|wait)", op):
-            accesses.append((line.strip(), re.findall(r"%rd\d+", " ".join(re.findall(r"\[.*?\]", operands)))))
+            registers = re.findall(r"%rd\d+", " ".join(re.findall(r"\[.*?\]", operands)))
+            accesses.append((at, [into_block.get(register, register) for register in registers]))
         target, _, rest = operands.partition("}" if operands.startswith("{") else ",")
         sources: set[str | int] = set(re.findall(r"%\w+", rest))
         registers = re.findall(r"%\w+", target)
@@ -141,6 +204,8 @@ def arguments_behind(lines: list[str]) -> list[tuple[str, set[int]]]:
             into_block[registers[0]] = 0
         elif op == "add.s64" and (moved := re.fullmatch(r"\s*(%rd\d+), (-?\d+)", rest)) and moved[1] in into_block:
             into_block[registers[0]] = into_block[moved[1]] + int(moved[2])
+        elif op == "cvta.param.u64" and rest.strip() in into_block:
+            into_block[registers[0]] = into_block[rest.strip()]
         elif op.startswith("ld.param"):
             base, offset = re.search(r"\[([\w%]+)(?:\+(-?\d+))?\]", rest).groups()
             first, size = into_block.get(base, 0) + int(offset or 0), int(op[-2:]) // 8
@@ -150,7 +215,7 @@ def arguments_behind(lines: list[str]) -> list[tuple[str, set[int]]]:
             for register in registers:
                 made_of[register] |= sources
 
-    def origins(registers: Iterable[str]) -> set[int]:
+    def origins(registers: Iterable[str | int]) -> set[int]:
         seen: set[str | int] = set()
         open_ends: list[str | int] = list(registers)
         while open_ends:
@@ -160,10 +225,11 @@ def arguments_behind(lines: list[str]) -> list[tuple[str, set[int]]]:
                 open_ends += made_of.get(end, ()) if isinstance(end, str) else ()
         return {end for end in seen if isinstance(end, int)}
 
-    return [(line, origins(registers)) for line, registers in accesses]
+    return [(at, origins(registers)) for at, registers in accesses]
 
 
 X, CODES, SCALE, BIAS, Y = 0, 8, 16, 24, 32  # offsets in the argument block of linear kernels
+X_MAP = TILE_ARGS.size - TENSOR_MAP_BYTES
 
 
 def test_the_pointer_tracer_tells_x_from_codes() -> None:
@@ -181,8 +247,12 @@ def test_the_pointer_tracer_tells_x_from_codes() -> None:
         cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r5], [%rd3], %r6, [%r8];
         st.shared.f32 [%r9], %f1;
         @!%p2 st.global.f32 [%rd7], %f1;
+        add.s64 %rd10, %rd9, 128;
+        cvta.param.u64 %rd11, %rd10;
+        cp.async.bulk.tensor.2d.shared::cluster.global.tile [%r5], [%rd11, {%r6, %r7}], [%r8];
     """
-    assert [offsets for _, offsets in arguments_behind(ptx.splitlines())] == [{X}, {CODES}, {X}, {SCALE}, {BIAS}]
+    seen = [offsets for _, offsets in arguments_behind(ptx.splitlines())]
+    assert seen == [{X}, {CODES}, {X}, {SCALE}, {BIAS}, {X_MAP}] and X_MAP == 128
 
 
 def check_launch_order(arch: str, name: str, ptx: str) -> None:
@@ -190,13 +260,14 @@ def check_launch_order(arch: str, name: str, ptx: str) -> None:
     if not ARCHS[arch].pdl:
         assert "griddepcontrol" not in ptx, name
         return
-    before, wait, _ = ptx.partition("griddepcontrol.wait")
-    assert wait and "griddepcontrol.launch_dependents" in ptx, name
-    early = arguments_behind(before.splitlines())
+    assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx, name
+    lines = ptx.splitlines()
+    some = before_the_wait(lines)
+    early = [(lines[at].strip(), offsets) for at, offsets in arguments_behind(lines) if at in some]
     assert any(CODES in offsets for _, offsets in early), f"{name} reads no codes before it waits"
     for line, offsets in early:
         assert offsets, f"{name}: where does the address of {line} come from?"
-        assert not {X, Y} & offsets, f"{name} touches x or y before it waits: {line}"
+        assert not {X, Y, X_MAP} & offsets, f"{name} touches x or y before it waits: {line}"
         assert not re.match(r"(@\S+\s+)?(st|atom|red)\.", line), f"{name} writes before it waits: {line}"
 
 
@@ -204,7 +275,7 @@ def check_launches(row: Kernel, arch: str, found: dict[str, Entry]) -> None:
     """The table's launches have the block that the kernels are bound to, and memory for it."""
     smem_bytes = SMEM_BYTES[arch]
     target = Target(arch, 100, smem_bytes, False)
-    for x_dtype, m, k in itertools.product(FLOATS, (1, 4, 8, 16, 32, 64), (4096, 4097)):
+    for x_dtype, m, k in itertools.product(FLOATS, (1, 4, 8, 16, 32, 64, 128, 256, 300, 4096), (4096, 4097)):
         p = Problem("FP8A16", (1, k), x_dtype, x_dtype, m, 4096, k, aligned16=k == 4096)
         if row.plan is not None and row.entries(ARCHS[arch]) and row.serves(target, p):
             launch = row.plan(target, p)
@@ -213,11 +284,25 @@ def check_launches(row: Kernel, arch: str, found: dict[str, Entry]) -> None:
             assert entry.smem_bytes + launch.smem_bytes <= smem_bytes, launch
 
 
+def check_registers(name: str, entry: Entry) -> None:
+    """Warps that ask for registers wait until others have given so many: there must be enough, or all wait for ever."""
+    counts = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+)", entry.ptx)
+    if not counts:
+        return
+    (more,), (fewer,) = ({int(n) for kind, n in counts if kind == which} for which in ("inc", "dec"))
+    assert more % 8 == 0 and fewer % 8 == 0 and 24 <= fewer <= entry.registers <= more <= 255, name
+    groups = entry.threads // 128
+    assert entry.threads % 128 == 0 and groups == 3, name  # two warpgroups multiply, one copies
+    assert (more * (groups - 1) + fewer) * 128 <= entry.registers * entry.threads, name
+
+
 def check_instructions(row: str, arch: str, name: str, ptx: str) -> None:
     """A linear kernel converts, multiplies and reads in the way that its arch asks for."""
     if "_float16_" in name:  # bfloat16 takes whichever way is measured to be faster
         assert ("e4m3x2" in ptx) == (ARCHS[arch].cc >= (8, 9)), name
     assert ("mma.sync" in ptx) == (row in ("mma_sync", "bulk_mma")), name
+    assert ("wgmma.mma_async" in ptx) == (row == "wgmma"), name
+    assert ("cp.async.bulk.tensor" in ptx) == (ROWS[row].args is TILE_ARGS), name
     assert not re.search(r"\b(atom|red)\.", ptx), f"{name}: atomics"
     # Codes are asked for past L1. Nothing takes the read-only path: the compiler moves such loads
     # behind the wait for the kernel before, and x may still be written by that one.
@@ -256,6 +341,7 @@ def test_row_compiles_clean(row: str, arch: str, nvrtc, monkeypatch: pytest.Monk
         if kernel.plan is not None:
             check_instructions(row, arch, name, entry.ptx)
             check_launch_order(arch, name, entry.ptx)
+            check_registers(name, entry)
     check_launches(kernel, arch, found)
 
 
@@ -268,14 +354,18 @@ def test_a_kernel_that_does_not_compile_says_why(nvrtc, monkeypatch: pytest.Monk
         assert part in text, text
 
 
-def test_argument_blocks_of_another_size_do_not_compile(nvrtc) -> None:
+def test_argument_blocks_of_another_size_do_not_compile(nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
     import dataclasses
     import struct
 
-    for name in ("gemv", "mma_sync", "cublas", "quantize"):
+    for name in ("bulk_mma", "quantize", "stream"):  # blocks of their own, or fields of their own
         wrong = dataclasses.replace(ROWS[name], args=struct.Struct(ROWS[name].args.format + "P"))
         with pytest.raises(runtime.CompileError, match="must agree"):
-            runtime.compile(wrong, "sm_80")
+            runtime.compile(wrong, "sm_90a")
+    monkeypatch.setattr(runtime, "LINEAR_ARGS", struct.Struct(LINEAR_ARGS.format + "P"))
+    for name in ("gemv", "mma_sync", "cublas", "layout", "bulk_mma"):  # what all linear kernels begin with
+        with pytest.raises(runtime.CompileError, match="LinearArgs and kernels.LINEAR_ARGS must agree"):
+            runtime.compile(ROWS[name], "sm_90a")
 
 
 @pytest.mark.parametrize("source", sorted({row.source for row in KERNELS}))
@@ -284,4 +374,5 @@ def test_options(source: str) -> None:
         if row.source == source:
             line = runtime.options(row, "sm_90a")
             assert "--gpu-architecture=sm_90a" in line
+            assert f"-DARGS_BYTES={row.args.size}" in line and f"-DLINEAR_ARGS_BYTES={LINEAR_ARGS.size}" in line
             assert not any("ftz" in part or "fast" in part for part in line)

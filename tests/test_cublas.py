@@ -101,6 +101,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
     cupy, cuda = types.ModuleType("cupy"), types.ModuleType("cupy.cuda")
     cupy.cuda, cuda.Device, cuda.Stream, cuda.alloc = cuda, Device, Stream, found.alloc
+    cuda.get_current_stream = lambda: Stream.null
     cuda.device = types.SimpleNamespace(get_cublas_handle=lambda: 77)
     cuda.cublas = types.SimpleNamespace(gemmEx=lambda *a: found.calls.append(("gemm", None, None, a)))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -222,9 +223,9 @@ def test_real_slices(rng: np.random.Generator, poison: Callable[..., Any], x_dty
             with cases(m, n, k, "slices", -(-n // rows)):
                 q, x, bias = quantized(rng, n, k), floats(rng, (m, k), x_dtype), floats(rng, n)
                 layer = on_gpu(q, bias)
-                assert layer.kernels(m, x_dtype) == "cublas"
                 out = poison((m, n), x_dtype, "cupy")
-                layer(cupy.asarray(x), out=out)
+                with forced(layer, "cublas"):
+                    layer(cupy.asarray(x), out=out)
                 assert_all_close({"cublas": out}, x, q, bias, x_dtype, x_dtype)
 
 
@@ -237,8 +238,8 @@ def test_more_sums_than_are_held_at_once(rng: np.random.Generator, poison: Calla
     q, x = quantized(rng, n, k), floats(rng, (m, k), "float16")
     out = poison((m, n), "float16", "cupy")
     layer = on_gpu(q)
-    assert layer.kernels(m, "float16") == "cublas"
-    layer(cupy.asarray(x), out=out)
+    with forced(layer, "cublas"):
+        layer(cupy.asarray(x), out=out)
     assert_all_close({"cublas": out}, x, q, None, "float16", "float16")
 
 
@@ -254,7 +255,9 @@ def test_sums_are_never_kept_in_16_bits(rng: np.random.Generator) -> None:
     x[:, 0] += np.arange(m) % 7  # the halves cancel but for this
     for x_dtype in ("float16", "bfloat16"):
         values = x.astype(FLOATS[x_dtype])
-        y = on_gpu(q, out_dtype="float32")(cupy.asarray(values)).get()
+        layer = on_gpu(q, out_dtype="float32")
+        with forced(layer, "cublas"):
+            y = layer(cupy.asarray(values)).get()
         want = (values[:, :1].astype(np.float64) - values[:, 1:2].astype(np.float64)) * 448 * 0.5
         magnitude = 448 * 100 * k * 0.5
         assert np.isfinite(y).all()
@@ -262,8 +265,8 @@ def test_sums_are_never_kept_in_16_bits(rng: np.random.Generator) -> None:
         noise = floats(rng, (m, k), x_dtype)
         dense = quantized(rng, n, k)
         layer = on_gpu(dense, out_dtype="float32")
-        assert layer.kernels(m, x_dtype) == "cublas"
-        y = layer(cupy.asarray(noise))
+        with forced(layer, "cublas"):
+            y = layer(cupy.asarray(noise))
         reference.assert_close(y, noise, dense.codes, dense.scale, None, "float32", acc_of("cublas", x_dtype))
 
 
@@ -285,7 +288,7 @@ def test_tf32_is_never_used(rng: np.random.Generator, monkeypatch: pytest.Monkey
 def test_a_capture_gets_another_row(rng: np.random.Generator, x_dtype: str) -> None:
     import cupy
 
-    m, n, k = MANY, 129, 320
+    m, n, k = MANY, 129, 321  # of 320 a row that wants aligned x may take both
     q, bias, x = quantized(rng, n, k), floats(rng, n), floats(rng, (m, k), x_dtype)
     layer, there = on_gpu(q, bias), cupy.asarray(x)
     assert layer.kernels(m, x_dtype) == "cublas"
@@ -319,13 +322,14 @@ def test_nothing_outlives_the_call(rng: np.random.Generator, monkeypatch: pytest
     for x_dtype in FLOATS:
         q, x = quantized(rng, 9001, 4096), cupy.asarray(floats(rng, (MANY, 4096), x_dtype))
         layer, out = on_gpu(q), nans((MANY, 9001), x_dtype)
-        layer(x, out=out)
-        synchronize()
-        before = pool.used_bytes()
-        with monkeypatch.context() as patch:
-            patch.setattr(cupy.cuda, "alloc", noted)
+        with forced(layer, "cublas"):
             layer(x, out=out)
-        assert pool.used_bytes() == before
+            synchronize()
+            before = pool.used_bytes()
+            with monkeypatch.context() as patch:
+                patch.setattr(cupy.cuda, "alloc", noted)
+                layer(x, out=out)
+            assert pool.used_bytes() == before
     wide, sums = sizes[::2], sizes[1::2]
     assert len(wide) == len(FLOATS)
     assert max(wide) <= 32 << 20 and max(sums) <= 4 * cublas._SUMS
@@ -339,18 +343,19 @@ def test_the_stream_of_x_is_used(rng: np.random.Generator, x_dtype: str) -> None
 
     q, x = quantized(rng, 9001, 2048), floats(rng, (MANY, 2048), x_dtype)
     layer, source, late = on_gpu(q), cupy.asarray(x), nans((MANY, 2048), x_dtype)
-    want = layer(source).get()
-    raw(late)[...] = raw(source)
-    keep_busy(1)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    synchronize()
-    with stream:
-        late.view("uint8").fill(0xFF)
-        keep_busy()
+    with forced(layer, "cublas"):
+        want = layer(source).get()
         raw(late)[...] = raw(source)
-        y = layer(late)
-        late.view("uint8").fill(0xFF)
-        got = y.get()
+        keep_busy(1)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        synchronize()
+        with stream:
+            late.view("uint8").fill(0xFF)
+            keep_busy()
+            raw(late)[...] = raw(source)
+            y = layer(late)
+            late.view("uint8").fill(0xFF)
+            got = y.get()
     assert_same_bits(got, want)
 
 
@@ -362,18 +367,19 @@ def test_torch_streams_through_the_fallback(rng: np.random.Generator) -> None:
     q = quantized(rng, 9001, 2048)
     layer, side = on_gpu(q), torch.cuda.Stream()
     x = torch.randn(MANY, 2048, device="cuda", dtype=torch.bfloat16)
-    want = layer(x).cpu()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        late = torch.full_like(x, math.nan)
-        busy = torch.ones(1 << 25, device="cuda")
-        for _ in range(80):
-            busy.mul_(1.0)
-        late.copy_(x)
-        y = layer(late)
-        late.fill_(math.nan)
-        side.synchronize()
-        assert_same_bits(y, want)
+    with forced(layer, "cublas"):
+        want = layer(x).cpu()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            late = torch.full_like(x, math.nan)
+            busy = torch.ones(1 << 25, device="cuda")
+            for _ in range(80):
+                busy.mul_(1.0)
+            late.copy_(x)
+            y = layer(late)
+            late.fill_(math.nan)
+            side.synchronize()
+            assert_same_bits(y, want)
 
 
 @pytest.mark.gpu
@@ -381,16 +387,18 @@ def test_many_shapes_share_one_layer(rng: np.random.Generator) -> None:
     """Numbers of tokens on both sides of the fallback's threshold, in turn."""
     import cupy
 
-    q = quantized(rng, 500, 320)
-    layer = on_gpu(q)
     edges = [least + step for least in kernels.CUBLAS_MIN_M.values() for step in (-1, 0, 1)]
     with Cases() as cases:
-        for turn, m in itertools.product(range(2), (*edges, 1, MANY, 8)):
-            for x_dtype in FLOATS:
-                x = floats(rng, (m, 320), x_dtype)
-                with cases(turn, m, x_dtype):
+        for k in (320, 321):  # of aligned x another row may take all numbers of tokens
+            q = quantized(rng, 500, k)
+            layer = on_gpu(q)
+            for turn, m, x_dtype in itertools.product(range(2), (*edges, 1, MANY, 8), FLOATS):
+                x = floats(rng, (m, k), x_dtype)
+                with cases(turn, m, k, x_dtype):
                     name = layer.kernels(m, x_dtype)
                     assert_all_close({name: layer(cupy.asarray(x))}, x, q, None, x_dtype, x_dtype)
+            assert layer.kernels(MANY, "float32") == "cublas"
+        assert layer.kernels(MANY, "bfloat16") == layer.kernels(MANY, "float16") == "cublas"
 
 
 @pytest.mark.gpu

@@ -171,12 +171,6 @@ def test_a_read_only_array_is_known_as_such() -> None:
     assert not interop.adapter(a).writeable(a)
 
 
-def test_empty_of_a_kind() -> None:
-    a = np.zeros((2, 3), np.float16)
-    y = interop.adapter(a).empty(a, (4, 5), "bfloat16", 0)
-    assert (y.shape, y.dtype) == ((4, 5), interop.BFLOAT16)
-
-
 class Mine(np.ndarray):
     """A subclass, as libraries make."""
 
@@ -295,6 +289,61 @@ def test_a_parameter_is_a_tensor_and_grad_mode_counts() -> None:
     assert found.array(parameter).shape == (2, 3)  # weights are taken as they are
 
 
+def test_a_tensors_form_is_all_but_its_address() -> None:
+    torch = pytest.importorskip("torch")
+    t = torch.zeros(4, 6)
+    found = interop.adapter(t)
+    assert found.seen(t) == (t.data_ptr(), found.seen(torch.ones(4, 6))[1])
+    forms = [t, t.to(torch.bfloat16), t.T, t[:, :3], t[:1], t[0], t[None], t.to("meta"), t.expand(2, 4, 6)]
+    assert len({found.seen(x)[1] for x in forms}) == len(forms)
+    # These are judged afresh each time.
+    assert found.seen(torch.nn.Parameter(t)) == found.seen(t.clone().requires_grad_() * 2) == interop.UNSEEN
+    with torch.no_grad():
+        assert found.seen(torch.nn.Parameter(t)) == interop.UNSEEN
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_results_as_torch_would_make_them(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    found, kind = interop.adapter(torch.zeros(1)), getattr(torch, dtype)
+
+    def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], kind: Any) -> Any:
+        return torch.empty_strided(shape, strides, dtype=kind)
+
+    monkeypatch.setattr(found, "empty_strided", empty_strided)
+    for shape in ((5,), (1, 5), (3, 4, 5), (0, 5), (3, 0, 5), (2, 1, 1, 5)):
+        y, pointer = found.maker(shape, dtype, -1)(0)  # the CPU's number
+        like = torch.empty(shape, dtype=kind)
+        assert (y.shape, y.stride(), y.dtype, pointer) == (like.shape, like.stride(), kind, y.data_ptr())
+        assert not y.requires_grad
+    with torch.inference_mode():
+        assert found.maker((2, 5), dtype, -1)(0)[0].is_inference()
+
+    # torch's current GPU is not the one that was asked for.
+    asked = []
+
+    class Torch:
+        @staticmethod
+        def empty(*given: Any, **options: Any) -> Any:
+            asked.append((*given, options))
+            return torch.zeros(2, 5, dtype=kind)
+
+    monkeypatch.setattr(found, "torch", Torch)
+    y, pointer = found.maker((2, 5), dtype, 3)(0)
+    assert asked == [((2, 5), {"dtype": kind, "device": "cuda:3"})] and pointer == y.data_ptr()
+
+
+def test_a_torch_without_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    asked = []
+    monkeypatch.setattr(torch, "empty_strided", lambda *given, **options: asked.append((given, options)))
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cuda", raising=False)
+    interop._Torch().empty_strided((2, 5), (5, 1), torch.float16)
+    monkeypatch.delattr(torch._C, "_dynamo")
+    interop._Torch().empty_strided((2, 5), (5, 1), torch.float16)
+    assert asked == [(((2, 5), (5, 1)), {"dtype": torch.float16, "device": "cuda"})] * 2
+
+
 def test_a_tensor_on_another_device_is_refused() -> None:
     torch = pytest.importorskip("torch")
     x = torch.zeros(2, 3, device="meta")
@@ -325,6 +374,9 @@ def test_jax_arrays(dtype: str) -> None:
     assert isinstance(back, jax.Array) and back.devices() == x.devices() and back.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(back), a)
     assert not found.writeable(x)
+    copied = found.copy(x)
+    assert copied.unsafe_buffer_pointer() != x.unsafe_buffer_pointer() and copied.devices() == x.devices()
+    np.testing.assert_array_equal(np.asarray(copied), a)
 
 
 def test_jax_tracers_are_refused() -> None:
@@ -372,6 +424,59 @@ def test_cupy_arrays(dtype: str) -> None:
         ]
         assert interop.extent(v, kind.itemsize) == (min(corners), max(corners) + kind.itemsize)
         assert found.array(x) is x and not interop.on_host(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["CuPy", "torch"])
+def test_calls_on_a_form_seen_before(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    """The first call of a form looks at all of x, the next ones remember: the same results, the same errors."""
+    import cupy
+
+    rng = np.random.default_rng(5)
+    layer = cufp8.Linear(rng.standard_normal((40, 64)).astype(np.float32), device="cuda")
+    room = cupy.asarray(rng.standard_normal((8, 160)).astype(np.float16))
+    if library == "torch":
+        room = gpu_torch().from_dlpack(room).clone()
+
+    def bits(y: Any) -> Any:
+        return (y.cpu().numpy() if library == "torch" else y.get()).view(np.uint16)
+
+    def afresh(x: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "_plans", {})
+            return bits(layer(x))
+
+    for form in (
+        lambda i: room[i : i + 1, :64],
+        lambda i: room[i : i + 3, 8 * i : 8 * i + 64],
+        lambda i: room[i, 16:80],
+        lambda i: room[None, i : i + 2, None, :64],
+        lambda i: room[i : i + 2, i : i + 64],  # not always on 16 bytes
+        lambda i: room[i : i + 2, :128:2],  # copied each time
+        lambda i: room[i:i, :64],
+    ):
+        for i in (0, 1, 2, 3, 0):
+            x = form(i)
+            want, y, out = afresh(x), layer(x), layer(x)
+            assert type(y) is type(room) and tuple(y.shape) == (*x.shape[:-1], 40)
+            np.testing.assert_array_equal(bits(y), want)
+            out[...] = 7
+            assert layer(x, out=out) is out
+            np.testing.assert_array_equal(bits(out), want)
+    x = room[1:3, :64]
+    want = afresh(x)
+    for first in (3, 5, 0, 1, 2, 6):  # outs of one form
+        if first < 3:
+            with pytest.raises(ValueError, match="out overlaps x"):
+                layer(x, out=room[first : first + 2, 20:60])
+        else:
+            layer(x, out=room[first : first + 2, 20:60])
+            np.testing.assert_array_equal(bits(room[first : first + 2, 20:60]), want)
+    if library == "torch":
+        with pytest.raises(RuntimeError, match="requires grad"):
+            layer(x.clone().requires_grad_())
+        with gpu_torch().no_grad():
+            np.testing.assert_array_equal(bits(layer(gpu_torch().nn.Parameter(x))), want)
 
 
 @pytest.mark.gpu

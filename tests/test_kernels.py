@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import cufp8
 from cufp8 import kernels
 from cufp8.formats import FLOATS
-from cufp8.kernels import ARCHS, KERNELS, Problem, Target, pick
+from cufp8.kernels import ARCHS, KERNELS, Launch, Problem, Target, pick
 
 # Shared memory that one block may have with opting in, in bytes (CUDA C++ Programming Guide,
 # "Technical Specifications per Compute Capability"), and the multiprocessors of a large and a small
@@ -53,8 +54,13 @@ def problems(x_dtype: str) -> list[Problem]:
     ]
 
 
+def tokens_of(launch: Launch) -> int:
+    """Tokens of a block, by the kernel's name."""
+    return int(launch.entry.rsplit("_", 1)[1])
+
+
 SERVING = [row for row in KERNELS if row.linear]
-TENSOR = {"mma_sync", "bulk_mma"}  # rows on tensor cores
+TENSOR = {"mma_sync", "bulk_mma", "wgmma"}  # rows on tensor cores
 CASES = list(itertools.product(ARCHS, FLOATS))
 
 
@@ -66,6 +72,7 @@ def test_every_arch_has_a_row_with_its_own_name() -> None:
         assert arch.cc == (int(digits[:-1]), int(digits[-1]))
         assert arch.bf16_mma == (name != "sm_75")
         assert arch.pdl == arch.bulk == (int(digits) >= 90)
+        assert arch.wgmma == (digits == "90")
         assert set(arch.acc) == {"cuda", "tensor"}
         # Below one fp32 rounding no sum can stay; above a bf16 rounding the bound says nothing.
         assert all(2**-24 <= value <= 2**-10 for value in arch.acc.values())
@@ -104,24 +111,21 @@ def test_every_problem_has_a_row_and_a_launch_within_the_limits(arch: str, x_dty
 
 @pytest.mark.parametrize(("arch", "x_dtype"), CASES)
 def test_every_output_has_a_block_and_no_block_is_idle(arch: str, x_dtype: str) -> None:
+    """Of the kernels whose blocks have one place each; those of tiles.cuh are below."""
     for target in targets(arch):
         for p in problems(x_dtype):
             row = pick(target, p)
-            if row.plan is None:
+            if row.plan is None or row.name in kernels._TILES:
                 continue
             launch = row.plan(target, p)
-            tokens = int(launch.entry.rsplit("_", 1)[1])
-            most = {  # units of 16 channels that one block, or cluster, can serve
-                "gemv": 1,
-                "mma_sync": kernels._MMA_SHAPES.get(tokens),
-                "bulk_mma": kernels.BULK_MAX_UNITS,
-            }[row.name]
+            tokens = tokens_of(launch)
+            most = {"gemv": 1, "mma_sync": kernels._MMA_SHAPES.get(tokens)}[row.name]  # units of a block
             x, y, z = launch.grid
-            x //= launch.split
             units = kernels.units_steps(p.n, p.k)[0]
             assert x <= units <= x * most, (p, launch)
             assert p.m <= y * z * tokens, (p, launch)
             assert y * (z - 1) * tokens < p.m, (p, launch)
+            assert launch.split == 1 and not launch.fields and not launch.box, (p, launch)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -138,7 +142,10 @@ def test_every_row_and_entry_is_reached(arch: str) -> None:
     for row in SERVING:
         if row.plan is not None:
             have = set(row.entries(ARCHS[arch]))
-            assert have <= entries, f"never launched on {arch}: {sorted(have - entries)}"
+            # Where wgmma is, it takes all that has more than 16 tokens: bulk_mma's kernels for them are compiled there
+            # to be tested on a GPU that there is.
+            spare = {e for e in have if row.name == "bulk_mma" and ARCHS[arch].wgmma and int(e.rsplit("_", 1)[1]) > 16}
+            assert have - entries <= spare, f"never launched on {arch}: {sorted(have - entries)}"
 
 
 @pytest.mark.parametrize(("arch", "x_dtype"), CASES)
@@ -160,6 +167,7 @@ def test_tensor_cores_multiply_16_bit_numbers_only(arch: str) -> None:
         names = {pick(target, p).name for p in problems(x_dtype)}
         assert bool(names & TENSOR) == fits
         assert ("bulk_mma" in names) == (fits and ARCHS[arch].bulk)
+        assert ("wgmma" in names) == (fits and ARCHS[arch].wgmma)
 
 
 @pytest.mark.parametrize(("arch", "x_dtype"), CASES)
@@ -168,10 +176,28 @@ def test_rows_get_only_what_they_can_do(arch: str, x_dtype: str) -> None:
         name = pick(target, p).name
         if p.m == 1:
             assert name in ("gemv", "bulk_mma"), p
-        if not p.aligned16 or p.k % kernels.STEP:
-            assert name != "bulk_mma", p  # it copies x in pieces of 16 bytes, codes in steps of 64
+        if not p.aligned16:
+            assert name not in kernels._TILES, p  # a tensor map wants rows on 16 bytes
         if x_dtype == "float32" or (x_dtype, arch) == ("bfloat16", "sm_75"):
             assert name not in TENSOR, p
+
+
+@pytest.mark.parametrize(("arch", "x_dtype"), CASES)
+def test_what_does_not_depend_on_m_is_served_alike(arch: str, x_dtype: str) -> None:
+    """Batch invariant: one row, one kind of kernel, one split of k for all numbers of tokens, captured or not."""
+    for target in targets(arch):
+        for n, k, aligned16 in itertools.product((1, 1000, 4096, 50_257), (8, 1000, 1024, 4096), (True, False)):
+            seen = set()
+            for m, captured in itertools.product(TOKENS, (True, False)):
+                p = Problem("FP8A16", (1, k), x_dtype, x_dtype, m, n, k, aligned16, True, captured)
+                row = pick(target, p)
+                launch = row.plan(target, p)
+                assert launch.entry in row.entries(ARCHS[arch])
+                if row.name in kernels._TILES:
+                    check_tile_launch(target, p, launch)
+                    assert tokens_of(launch) >= 32, (p, launch)  # fewer add up k in two sums
+                seen.add((row.name, launch.split))
+            assert len(seen) == 1, (target, n, k, seen)
 
 
 def test_pick_is_pure_and_cached() -> None:
@@ -216,6 +242,167 @@ def test_a_widened_slice_is_at_most_32_mib(x_dtype: str) -> None:
     assert kernels.slice_rows(x_dtype, 20_000_000) == 0
 
 
+# --- the launches of tiles.cuh ----------------------------------------------------------------------
+BAND = 4
+# The fields that TILE_ARGS adds to LINEAR_ARGS, as the kernel names them.
+TILES_CUH = (Path(__file__).parent.parent / "kernels_cu" / "tiles.cuh").read_text()
+TILE_FIELDS = re.findall(r"^\s+int (\w+);", TILES_CUH.split("struct TileArgs {")[1].split("};")[0], re.M)
+
+
+def tile_fields(launch: Launch) -> dict[str, int]:
+    return dict(zip(TILE_FIELDS, launch.fields, strict=True))
+
+
+def tile_problems() -> Iterator[tuple[Target, Problem, Launch]]:
+    """Launches of tiles.cuh that the table makes, and others that `tile_launch` can make."""
+    sizes = (1, 16, 17, 129, 300, 1024, 2112, 2113, 4096, 8448, 14_336, 50_257)
+    tokens = (1, 2, 8, 9, 16, 17, 32, 33, 63, 64, 65, 128, 129, 256, 257, 300, 1000, 1025, 4097)
+    for arch in ("sm_90a", "sm_100a", "sm_120a"):
+        few = [Target(arch, sms, LIMITS[arch][0], False) for sms in (1, 13)]
+        for target in [*targets(arch), *few]:
+            for m, n, k in itertools.product(tokens, sizes, (8, 64, 72, 512, 1024, 4096, 4104)):
+                p = Problem("FP8A16", (1, k), "bfloat16", "bfloat16", m, n, k)
+                row = pick(target, p)
+                if row.name in kernels._TILES:
+                    yield target, p, row.plan(target, p)
+    shapes = [(name, some) for name, tokens in kernels._TILES.items() for some in tokens]
+    sizes = (1, 4096), (17, 520), (300, 2048), (2000, 64)
+    for (name, some), (n, k), split, sms in itertools.product(shapes, sizes, (1, 2, 4, 8), (1, 3, 132)):
+        target, (units, steps) = Target("sm_90a", sms, 227 * KIB, True), kernels.units_steps(n, k)
+        if steps >= split:
+            narrow = -(-units // kernels.TILE_MAX_UNITS)
+            m_tiles = itertools.product((1, some, some + 1, 13 * some - 1), {narrow, (narrow + units) // 2, units})
+            for (m, tiles), per_sm in itertools.product(m_tiles, (1, 2)):
+                p = Problem("FP8A16", (1, k), "float16", "float16", m, n, k)
+                yield target, p, kernels.tile_launch(name, target, p, some, tiles, split, per_sm)
+
+
+def tile_at(p: Problem, launch: Launch, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first token, the first unit, and the units of tiles, as the C++ struct Tile finds them."""
+    tokens, args = tokens_of(launch), tile_fields(launch)
+    tiles = (kernels.units_steps(p.n, p.k)[0] - args["wider"]) // args["tile"]
+    groups = -(-p.m // tokens)
+    band = index // (tiles * BAND)
+    wide = np.minimum(BAND, groups - band * BAND)
+    within = index - band * tiles * BAND
+    tile = within // wide
+    token = (band * BAND + within % wide) * tokens
+    return token, tile * args["tile"] + np.minimum(tile, args["wider"]), args["tile"] + (tile < args["wider"])
+
+
+def tile_count(p: Problem, launch: Launch) -> int:
+    args = tile_fields(launch)
+    return (kernels.units_steps(p.n, p.k)[0] - args["wider"]) // args["tile"] * -(-p.m // tokens_of(launch))
+
+
+def parts_of_k(steps: int, split: int) -> list[tuple[int, int]]:
+    """The first step of each block of a cluster and the one past its last."""
+    return [(steps * rank // split, steps * (rank + 1) // split) for rank in range(split)]
+
+
+def ring_bytes(launch: Launch) -> tuple[int, int]:
+    """Bytes of all stages, and with their barriers, as tiles.cuh lays them out."""
+    args = tile_fields(launch)
+    stage = tokens_of(launch) * 128 + (args["tile"] + (args["wider"] > 0)) * 1024
+    return launch.stages * stage, launch.stages * (stage + 16)
+
+
+def check_tile_launch(target: Target, p: Problem, launch: Launch) -> None:
+    """What a kernel of tiles.cuh takes for granted."""
+    what = target, p, launch
+    tokens, args = tokens_of(launch), tile_fields(launch)
+    units, steps = kernels.units_steps(p.n, p.k)
+    assert launch.box == tokens and launch.grid[1:] == (1, 1), what
+    assert launch.block == (384 if tokens > 128 else 320), what
+    assert 1 <= args["tile"] <= args["tile"] + (args["wider"] > 0) <= kernels.TILE_MAX_UNITS == 8, what
+    tiles, rest = divmod(units - args["wider"], args["tile"])
+    assert rest == 0 and args["wider"] < tiles, what
+    assert launch.split in (1, 2, 4, 8), what
+    assert all(a < b for a, b in parts_of_k(steps, launch.split)), what
+    assert 3 <= launch.stages <= kernels.TILE_MAX_STAGES, what
+    # Shared memory: stages on 1 KiB, barriers, then the sums or in their place.
+    stages, ring = ring_bytes(launch)
+    assert stages // launch.stages % 1024 == 0 and stages < ring <= launch.smem_bytes <= target.smem_bytes, what
+    assert args["sums"] % 16 == 0, what
+    if launch.split > 1:
+        assert args["sums"] + tokens * 8 * 16 * 4 <= launch.smem_bytes, what
+        assert args["sums"] >= ring if tokens <= 64 else args["sums"] == 0, what
+    assert bool(args["early"]) <= (launch.grid[0] % target.sms == 0), what
+    # A box of x is whole, and its map is the last of the block.
+    assert 8 <= launch.box <= 256 and launch.box * 128 % 1024 == 0, what
+    tail = p.m, p.n, p.k, steps, 0, units, 0, launch.split, launch.stages, *launch.fields
+    assert len(kernels.TILE_ARGS.pack(*range(7), *tail, b"")) == kernels.TILE_ARGS.size, what
+
+
+@pytest.mark.parametrize("arch", [name for name, arch in ARCHS.items() if arch.bulk])
+def test_launches_of_tiles_are_what_the_kernels_take(arch: str) -> None:
+    count = 0
+    for x_dtype, target in itertools.product(("bfloat16", "float16"), targets(arch)):
+        for p in problems(x_dtype):
+            row = pick(target, p)
+            if row.name not in kernels._TILES:
+                continue
+            launch = row.plan(target, p)
+            tokens = tokens_of(launch)
+            check_tile_launch(target, p, launch)
+            # As many as registers allow, and shared memory: a multiprocessor has as much as one block may have, and
+            # 1 KiB that the system keeps for each block.
+            fitting = min(kernels._TILES[row.name][tokens], (target.smem_bytes + KIB) // (launch.smem_bytes + KIB))
+            assert fitting >= 1
+            if launch.split == 1:  # blocks that take tile after tile run at once
+                assert launch.grid[0] <= target.sms * fitting, (target, p, launch)
+            if tile_fields(launch)["early"]:  # all blocks find room before the first of the next kernel
+                assert launch.grid[0] <= target.sms * fitting, (target, p, launch)
+            assert launch.grid[0] <= tile_count(p, launch) * launch.split, (target, p, launch)  # no block is idle
+            count += 1
+    assert count > 1000
+
+
+def test_tiles_cover_every_output_once() -> None:
+    """A model of the kernels' loops: which block takes which tile, and which steps of it."""
+    seen = set()
+    for target, p, launch in tile_problems():
+        check_tile_launch(target, p, launch)
+        what = target, p, launch
+        tokens, split, grid = tokens_of(launch), launch.split, launch.grid[0]
+        units, _ = kernels.units_steps(p.n, p.k)
+        count = tile_count(p, launch)
+        # for (index = blockIdx.x / split; index < count; index += gridDim.x)
+        blocks = np.arange(grid)
+        if split > 1:
+            assert grid == count * split, what  # each block has one tile
+            np.testing.assert_array_equal(np.bincount(blocks // split), np.full(count, split))
+            turns = 1
+        else:
+            taken = np.sort(np.concatenate([np.arange(first, count, grid) for first in range(min(grid, count))]))
+            np.testing.assert_array_equal(taken, np.arange(count))
+            assert grid <= count, what
+            turns = -(-count // grid)
+        # The tiles are a partition of units by groups of tokens.
+        token, unit, width = tile_at(p, launch, np.arange(count))
+        assert (token % tokens == 0).all() and token.max() < p.m <= token.max() + tokens, what
+        assert width.min() >= 1 and width.max() <= 8 and (unit + width).max() == units and unit.min() == 0, what
+        groups = -(-p.m // tokens)
+        starts = np.zeros((groups, units + 1), np.int64)
+        np.add.at(starts, (token // tokens, unit), 1)
+        np.add.at(starts, (token // tokens, unit + width), -1)
+        assert (np.cumsum(starts, axis=1)[:, :units] == 1).all(), what
+        seen.add((launch.entry.split("_float16_")[0].split("_bfloat16_")[0], tokens, split, turns > 1))
+    ways = {(1, True), (1, False), (2, False), (4, False), (8, False)}
+    assert seen == {
+        (name, tokens, *way) for name, shapes in kernels._TILES.items() for tokens in shapes for way in ways
+    }
+
+
+def test_groups_of_a_band_come_first() -> None:
+    """Neighbouring blocks read the same codes: up to four groups of tokens before the next tile along n."""
+    p = Problem("FP8A16", (1, 64), "float16", "float16", 6 * 32, 256, 64)
+    launch = kernels.tile_launch("wgmma", Target("sm_90a", 132, 227 * KIB, True), p, 32, 2)
+    token, unit, _ = tile_at(p, launch, np.arange(12))
+    assert list(token // 32) == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 4, 5]
+    assert list(unit) == [0, 0, 0, 0, 8, 8, 8, 8, 0, 0, 8, 8]
+
+
 # --- the layout of the codes --------------------------------------------------------------------
 LAYOUTS = [
     (n, k, panels)
@@ -257,8 +444,67 @@ def test_panels_are_no_wider_than_a_block_can_serve() -> None:
             for k, sms in itertools.product((1, 64, 1024, 14_336), (many, few)):
                 panels, split = kernels.panels_split(n, k, sms)
                 units = kernels.units_steps(n, k)[0]
-                assert 1 <= panels <= units <= panels * kernels.BULK_MAX_UNITS
+                assert 1 <= panels <= units <= panels * kernels.TILE_MAX_UNITS
                 assert split in (1, 2, 4, 8)
+
+
+def copied_codes(
+    packed: np.ndarray, panels: int, p: Problem, first_unit: int, units: int, first_step: int, steps: int
+) -> Iterator[tuple[np.ndarray, int]]:
+    """A model of the warp that copies the codes of a tile: for each step what lies in the ring, and the bytes that its
+    barrier was told of. What no copy wrote is -1; what two wrote fails."""
+    all_units, all_steps = kernels.units_steps(p.n, p.k)
+    a_panel, a_wider = divmod(all_units, panels)
+    copies = []  # of each lane: units, where the first step lies, where it goes, and how far the next step is
+    for lane in range(32):
+        mine, panel_unit, within, width = 0, 0, 0, 1
+        i, unit, left = 0, first_unit, units
+        while left > 0:
+            narrow = a_wider * (a_panel + 1)
+            wide = a_panel + (unit < narrow)
+            passed = (unit if unit < narrow else unit - narrow) % wide
+            some = min(left, wide - passed)
+            if i == lane:
+                mine, panel_unit, within, width = some, unit - passed, passed, wide
+            unit, left, i = unit + some, left - some, i + 1
+        assert i <= 32  # there is a lane for each part
+        if mine:
+            start = (panel_unit * all_steps + first_step * width + within) * 1024
+            copies.append((mine * 1024, start, (panel_unit + within - first_unit) * 1024, width * 1024))
+    for step in range(steps):
+        there = np.full(kernels.TILE_MAX_UNITS * 1024, -1, np.int16)
+        for size, start, to, pitch in copies:
+            at = start + step * pitch
+            assert 0 <= to and to + size <= units * 1024 and at + size <= packed.size
+            assert (there[to : to + size] == -1).all()
+            there[to : to + size] = packed[at : at + size]
+        yield there, units * 1024
+
+
+@pytest.mark.parametrize("k", [8, 64, 72, 192, 520])
+@pytest.mark.parametrize("n", [1, 16, 17, 100, 129, 300, 1000, 2100])
+def test_copies_bring_a_tiles_codes(rng: np.random.Generator, n: int, k: int) -> None:
+    """Whatever panels the weight was packed in, and whatever tiles a launch has: each step's place in the ring holds
+    the tile's units, all bytes that the barrier waits for."""
+    codes = rng.integers(0, 256, (n, k), dtype=np.uint8)
+    units, steps = kernels.units_steps(n, k)
+    narrow = -(-units // kernels.TILE_MAX_UNITS)
+    plain = kernels.pack(codes, units).reshape(units, steps, 1024)  # a panel for each unit
+    target, p = Target("sm_90a", 132, 227 * KIB, True), Problem("FP8A16", (1, k), "bfloat16", "bfloat16", 1, n, k)
+    counts = sorted({narrow, kernels.panels_split(n, k, 132)[0], (narrow + units) // 2, min(units, narrow + 1), units})
+    for panels, tiles in itertools.product(counts, counts):
+        packed = kernels.pack(codes, panels)
+        for split in (s for s in (1, 2, 8) if s <= steps):
+            launch = kernels.tile_launch("bulk_mma", target, p, 8, tiles, split)
+            some = sorted({0, tiles // 2, tiles - 1, tile_fields(launch)["wider"] % tiles})
+            for (first, past), index in itertools.product(parts_of_k(steps, split), some):
+                _, unit, width = (int(v[0]) for v in tile_at(p, launch, np.array([index])))
+                seen = list(copied_codes(packed, panels, p, unit, width, first, past - first))
+                assert len(seen) == past - first
+                for step, (there, told) in enumerate(seen, first):
+                    assert told == width * 1024 == np.count_nonzero(there >= 0), (panels, tiles, split, index)
+                    want = plain[unit : unit + width, step].ravel()
+                    np.testing.assert_array_equal(there[:told], want, f"{panels} {tiles} {split} {index}")
 
 
 @pytest.mark.gpu

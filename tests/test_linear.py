@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -31,7 +32,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 SIZES = (1, 7, 8, 15, 16, 17, 31, 33, 63, 65, 129, 1000, 4095, 4097)
 HOST_ACC = 2.0**-20  # of NumPy's float32 products
-MANY = max(kernels.CUBLAS_MIN_M.values()) + 12  # tokens: cuBLAS serves, whatever x is
+MANY = max(300, *kernels.CUBLAS_MIN_M.values())  # tokens: cuBLAS serves what no row before it does
 
 
 # --- what the tests feed and how they judge ---------------------------------------------------------------
@@ -559,8 +560,11 @@ LINEAR = tuple(row for row in KERNELS if row.linear)
 
 
 def can(row: Kernel, target: Target, p: Problem) -> bool:
-    if p.x_dtype == "bfloat16" and not kernels.arch_of(target.arch).bf16_mma and row.name == "mma_sync":
+    arch = kernels.arch_of(target.arch)
+    if p.x_dtype == "bfloat16" and not arch.bf16_mma and row.name == "mma_sync":
         return False
+    if row.name == "wgmma":  # any number of tokens
+        return arch.wgmma and ROWS["bulk_mma"].serves(target, p)
     return bool(row.serves(target, p) or ABLE.get(row.name, lambda p: False)(p))
 
 
@@ -689,28 +693,40 @@ def assert_all_close(
                 with named(name):
                     reference.assert_close(y, x, q.codes, q.scale, bias, out_dtype, acc_of(name, x_dtype))
         return
+    exact = exact_on_gpu(x.reshape(m, k), q, bias)
+    for name, y in ys.items():
+        with named(name):
+            assert y.shape == (*x.shape[:-1], q.shape[0])
+            assert_close_on_gpu(y.reshape(exact[0].shape), exact, out_dtype, acc_of(name, x_dtype))
+
+
+def exact_on_gpu(x: np.ndarray, q: cufp8.QuantizedTensor, bias: Any) -> tuple[Any, Any]:
+    """`reference.product` of finite x [m, k], taken by the GPU in float64."""
     import cupy
 
-    out = reference.OUTPUTS[out_dtype]
-    wide = cupy.asarray(x.reshape(m, k).astype(np.float64))
+    wide = cupy.asarray(x.astype(np.float64))
     values = cupy.asarray(reference.VALUES)[cupy.asarray(q.codes)]
     scale = cupy.asarray(q.scale.reshape(1, -1).astype(np.float64))
     offset = cupy.asarray(np.zeros(1) if bias is None else bias.astype(np.float64))
-    ref = (wide @ values.T) * scale + offset
-    magnitude = (cupy.abs(wide) @ cupy.abs(values).T) * scale + cupy.abs(offset)
+    return (wide @ values.T) * scale + offset, (cupy.abs(wide) @ cupy.abs(values).T) * scale + cupy.abs(offset)
+
+
+def assert_close_on_gpu(y: Any, exact: tuple[Any, Any], out_dtype: str, acc: float) -> None:
+    """`reference.assert_close` of a CuPy y [m, n] against an exact result that no dtype overflows."""
+    import cupy
+
+    out, (ref, magnitude) = reference.OUTPUTS[out_dtype], exact
+    assert y.dtype == FLOATS[out_dtype] and y.shape == ref.shape
     assert float(cupy.abs(ref).max()) < out.max  # overflow is the host's to judge
-    for name, y in ys.items():
-        with named(name):
-            assert y.dtype == FLOATS[out_dtype] and y.shape == (*x.shape[:-1], q.shape[0])
-            error = cupy.abs(to_float64(y).reshape(ref.shape) - ref)
-            bad = ~(error <= out.u * cupy.abs(ref) + out.eta + acc_of(name, x_dtype) * magnitude)
-            count = int(cupy.count_nonzero(bad))
-            if count:
-                i, j = divmod(int(cupy.argmax(bad)), ref.shape[1])
-                raise AssertionError(
-                    f"{count} of {bad.size} elements are out of bounds, the first y[{i}, {j}] = "
-                    f"{float(to_float64(y).reshape(ref.shape)[i, j])!r}, reference {float(ref[i, j])!r}"
-                )
+    error = cupy.abs(to_float64(y) - ref)
+    bad = ~(error <= out.u * cupy.abs(ref) + out.eta + acc * magnitude)
+    count = int(cupy.count_nonzero(bad))
+    if count:
+        i, j = divmod(int(cupy.argmax(bad)), ref.shape[1])
+        raise AssertionError(
+            f"{count} of {bad.size} elements are out of bounds, the first y[{i}, {j}] = "
+            f"{float(to_float64(y)[i, j])!r}, reference {float(ref[i, j])!r}"
+        )
 
 
 @contextlib.contextmanager
@@ -797,7 +813,7 @@ def test_every_number_of_tokens(rng: np.random.Generator, poison: Callable[..., 
 def test_every_length_of_k(rng: np.random.Generator, poison: Callable[..., Any], x_dtype: str) -> None:
     with Cases() as cases:
         for k in (*range(1, 140), 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8193):
-            for m in (1, 9):
+            for m in (1, 9) if k % 8 else (1, 9, 17):
                 with cases("m", m, "k", k):
                     check_rows(rng, poison, m, 19, k, x_dtype, bias=False)
 
@@ -897,20 +913,29 @@ def test_places_with_a_pitch(rng: np.random.Generator, poison: Callable[..., Any
     """The result goes into part of a wider array, whose other columns stay as they were."""
     import cupy
 
+    sides = ((0, 0), (0, 3), (1, 0), (1, 1), (8, 8))
     with Cases() as cases:
-        for m, (left, right) in itertools.product((1, 5, 40, MANY), ((0, 0), (0, 3), (1, 0), (8, 8))):
-            q, x = quantized(rng, 33, 65), floats(rng, (m, 65), x_dtype)
+        for m, (n, k), (left, right) in itertools.product((1, 5, 40, MANY), ((33, 65), (33, 72), (48, 72)), sides):
+            q, x = quantized(rng, n, k), floats(rng, (m, k), x_dtype)
             layer, there = on_gpu(q), cupy.asarray(x)
             for name in rows_of(layer, there):
-                with cases(name, m, left, right):
-                    wide = poison((m, left + 33 + right), x_dtype, "cupy")
-                    out = wide[:, left : left + 33]
-                    with forced(layer, name):
-                        assert layer(there, out=out) is out
-                    inner = cupy.ascontiguousarray(raw(out)).view(out.dtype)
-                    assert_all_close({name: inner}, x, q, None, x_dtype, x_dtype)
-                    beside = np.delete(bits(wide).reshape(m, -1, wide.itemsize), np.s_[left : left + 33], axis=1)
-                    assert (beside == 0xFF).all(), "columns beside the result were written"
+                with cases(name, m, n, k, left, right), forced(layer, name):
+                    y = into_a_wider(layer, there, poison, left, right)
+                    assert_all_close({name: y}, x, q, None, x_dtype, x_dtype)
+
+
+def into_a_wider(layer: cufp8.Linear, x: Any, poison: Callable[..., Any], left: int, right: int) -> Any:
+    """layer(x) by way of some columns of a wider array, whose other columns must stay as they were."""
+    import cupy
+
+    (m, _), n, dtype = x.shape, layer.shape[0], layer.out_dtype or x.dtype.name
+    wide = poison((m, left + n + right), dtype, "cupy")
+    out = wide[:, left : left + n]
+    assert layer(x, out=out) is out
+    for beside in filter(len, (wide[:, :left].T, wide[:, left + n :].T)):
+        written = cupy.ascontiguousarray(raw(beside)).view(cupy.uint8) != 0xFF
+        assert not bool(written.any()), "columns beside the result were written"
+    return cupy.ascontiguousarray(raw(out)).view(out.dtype)
 
 
 @pytest.mark.gpu
@@ -1157,6 +1182,10 @@ def test_capture_and_replay_in_cupy(rng: np.random.Generator, poison: Callable[.
                     assert_same_bits(y, out)
                     with forced(layer, captured):
                         assert_same_bits(layer(x), y, "captured and not")
+                    if eager == captured:
+                        assert_same_bits(layer(x), y, "captured and not")
+            # cuBLAS alone refuses captures: what another row serves, it serves in both.
+            assert eager in ("cublas", captured)
 
 
 @pytest.mark.gpu
@@ -1342,6 +1371,304 @@ def test_weights_replaced_just_before_a_call(rng: np.random.Generator) -> None:
                 layer = cufp8.Linear(w, device="cuda")
                 y = layer(x)
                 assert_all_close({layer.kernels(m): y}, xs[m], codes[i], None, "bfloat16", "bfloat16")
+
+
+# --- the kernels of tiles.cuh: every way to launch them ------------------------------------------------------
+
+TILES = [(name, tokens) for name, shapes in kernels._TILES.items() for tokens in shapes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a kernel of tiles.cuh is launched: `kernels.tile_launch`, and whether the next kernel may start early.
+
+    `sms`: of the GPU that is said to be there; few, so that a block takes several tiles.
+    """
+
+    name: str
+    tokens: int
+    tiles: int
+    split: int = 1
+    per_sm: int = 1
+    sms: int | None = None
+    early: bool | None = None
+
+    def launch(self, target: Target, p: Problem) -> kernels.Launch:
+        target = dataclasses.replace(target, sms=self.sms or target.sms)
+        made = kernels.tile_launch(self.name, target, p, self.tokens, self.tiles, self.split, self.per_sm)
+        if self.early is not None:
+            made = dataclasses.replace(made, fields=(*made.fields[:-1], int(self.early)))
+        return made
+
+
+@contextlib.contextmanager
+def launched(layers: list[cufp8.Linear], way: Way) -> Iterator[None]:
+    """Inside, the layers' calls are launched in that way."""
+    row = dataclasses.replace(ROWS[way.name], plan=way.launch)
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(choosing(layer, lambda target, p: row))
+        yield
+
+
+def needs(name: str) -> None:
+    if not ROWS[name].entries(kernels.arch_of(runtime.target(0).arch)):
+        pytest.skip(f"this GPU has no {name}")
+
+
+def tile_shapes(tokens: int) -> list[tuple[int, int, int]]:
+    """m, n, k: ragged ends, bands of groups, fewer steps than stages."""
+    return [
+        (tokens + 1, 129, 2056),
+        (9 * tokens - 3, 300, 520),
+        (tokens, 1000, 128),
+        (max(1, tokens // 2 - 1), 64, 192),
+        (3, 48, 64),
+        (1, 17, 8),
+    ]
+
+
+def ways(name: str, tokens: int, n: int, k: int) -> Iterator[Way]:
+    """Tiles of 8 units, of fewer and of one; k shared or not; blocks that take one tile, several or all of them."""
+    units, steps = kernels.units_steps(n, k)
+    narrow = -(-units // kernels.TILE_MAX_UNITS)
+    fitting = kernels._TILES[name][tokens]
+    early = itertools.cycle((True, False, None))
+    for tiles in sorted({narrow, (narrow + units) // 2, min(units, narrow + 1), units}):
+        for sms, per_sm in ((1, 1), (3, fitting), (None, 1), (None, fitting)):
+            yield Way(name, tokens, tiles, 1, per_sm, sms, next(early))
+        for split in (2, 4, 8):
+            if steps >= split:
+                yield Way(name, tokens, tiles, split, 1, None, next(early))
+
+
+@pytest.mark.parametrize(("name", "tokens"), TILES)
+def test_the_ways_reach_all_there_is(name: str, tokens: int) -> None:
+    """Of what the GPU tests below launch: each split, rings longer than k, blocks with several tiles, early or not."""
+    target, seen = Target("sm_90a", 132, 227 << 10, True), set()
+    for m, n, k in tile_shapes(tokens):
+        p = problem(m, n, k, "bfloat16")
+        assert p.aligned16
+        for way in ways(name, tokens, n, k):
+            launch = way.launch(target, p)
+            assert launch.entry == f"{name}_bfloat16_{tokens}" and launch.smem_bytes <= target.smem_bytes
+            several = launch.grid[0] < way.tiles * -(-m // tokens) * launch.split
+            seen.add(("split", launch.split))
+            seen |= {("several", bool(launch.fields[-1]))} if several else set()
+            seen |= {("early", way.early, launch.split > 1)}
+            seen |= {"short"} if kernels.units_steps(n, k)[1] < launch.stages else {"long"}
+    assert {"short", "long"} <= seen
+    assert {("split", split) for split in (1, 2, 4, 8)} <= seen
+    assert {("several", True), ("several", False)} <= seen
+    assert {("early", early, shared) for early in (True, False) for shared in (True, False)} <= seen
+
+
+def amid_nan(x: np.ndarray) -> Any:
+    """x on the GPU with a pitch of a multiple of 16 bytes; beside it, before it and after it is NaN."""
+    import cupy
+
+    m, k = x.shape
+    wide = np.full((m + 3, k + 16), np.nan, x.dtype)
+    wide[1 : 1 + m, 8 : 8 + k] = x
+    return cupy.asarray(wide)[1 : 1 + m, 8 : 8 + k]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("name", "tokens"), TILES)
+def test_every_way_to_launch_tiles(
+    rng: np.random.Generator, poison: Callable[..., Any], name: str, tokens: int, x_dtype: str
+) -> None:
+    """All ways that add up k in the same parts give the same bits; one of them is judged."""
+    needs(name)
+    sides = itertools.cycle(((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (0, 8)))
+    out_dtypes = itertools.cycle((None, "float32", "bfloat16", "float16"))
+    with Cases() as cases:
+        for turn, (m, n, k) in enumerate(tile_shapes(tokens)):
+            q, bias = quantized(rng, n, k), floats(rng, n) if turn % 2 else None
+            x, out_dtype = floats(rng, (m, k), x_dtype), next(out_dtypes)
+            layer, there, exact = on_gpu(q, bias, out_dtype=out_dtype), amid_nan(x), exact_on_gpu(x, q, bias)
+            seen: dict[Any, Any] = {}
+            for way in ways(name, tokens, n, k):
+                with cases(m, n, k, out_dtype or "", way), launched([layer], way):
+                    y = into_a_wider(layer, there, poison, *next(sides))
+                    if way.split in seen:
+                        assert_same_bits(y, seen[way.split], "another launch with the same parts of k")
+                    else:
+                        acc = kernels.arch_of(layer._target.arch).acc["tensor"]
+                        assert_close_on_gpu(y, exact, out_dtype or x_dtype, acc)
+                        seen[way.split] = y
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("way", "m", "n", "k"),
+    [
+        (Way("bulk_mma", 8, 1), 3, 33, 2048),
+        (Way("bulk_mma", 8, 1), 3, 100, 2056),
+        (Way("bulk_mma", 8, 1, split=8), 3, 17, 2048),
+        (Way("bulk_mma", 16, 2, split=4), 17, 33, 2056),
+        (Way("bulk_mma", 32, 3, sms=1, early=True), 40, 40, 192),
+        (Way("bulk_mma", 64, 1, split=2), 9, 72, 520),
+        (Way("wgmma", 32, 1), 33, 20, 136),
+        (Way("wgmma", 32, 2, split=4, early=True), 31, 40, 520),
+        (Way("wgmma", 64, 1, split=4), 65, 40, 512),
+        (Way("wgmma", 64, 1, split=8, early=False), 5, 100, 520),
+        (Way("wgmma", 128, 1, split=2), 130, 72, 512),
+        (Way("wgmma", 128, 2, split=8, early=True), 3, 33, 520),
+        (Way("wgmma", 256, 1, sms=1), 300, 72, 136),
+        (Way("wgmma", 256, 1, split=2), 257, 17, 136),
+    ],
+    ids=lambda v: f"{v.name}_{v.tokens}-{v.tiles}x{v.split}" if isinstance(v, Way) else str(v),
+)
+def test_some_ways_to_launch_tiles(
+    rng: np.random.Generator, poison: Callable[..., Any], way: Way, m: int, n: int, k: int
+) -> None:
+    """Small ones: each kernel, sums with memory of their own and in the ring's place, a block with several tiles."""
+    import cupy
+
+    needs(way.name)
+    for x_dtype in ("bfloat16", "float16"):
+        q, bias, x = quantized(rng, n, k), floats(rng, n), floats(rng, (m, k), x_dtype)
+        layer, out = on_gpu(q, bias), poison((m, n), x_dtype, "cupy")
+        with launched([layer], way):
+            layer(cupy.asarray(x), out=out)
+        reference.assert_close(out, x, q.codes, q.scale, bias, x_dtype, acc_of(way.name, x_dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(("name", "tokens"), TILES)
+def test_chains_of_tiles(rng: np.random.Generator, name: str, tokens: int, early: bool) -> None:
+    """Through two poisoned buffers: with and without programmatic launch, captured or not, the same bits."""
+    import cupy
+
+    needs(name)
+    x_dtype, k, m = "bfloat16" if early else "float16", 520, 3 * tokens - 1
+    layers = chain_of(rng, 12, k)
+    plain = without_pdl(layers)
+    start, stream = cupy.asarray(floats(rng, (m, k), x_dtype)), cupy.cuda.Stream(non_blocking=True)
+
+    def run(some: list[cufp8.Linear], buffers: list[Any]) -> Any:
+        x = start
+        for i, layer in enumerate(some):
+            x = layer(x, out=buffers[i % 2])
+        return x
+
+    fitting = kernels._TILES[name][tokens]
+    with Cases() as cases:
+        for tiles, split, sms in ((5, 1, 3), (11, 1, None), (5, 2, None), (5, 8, None), (9, 4, None)):
+            way = Way(name, tokens, tiles, split, fitting, sms, early)
+            with cases(way), launched([*layers, *plain], way):
+                buffers = [nans((m, k), x_dtype) for _ in range(2)]
+                x = start
+                for layer in plain:  # each into memory of its own
+                    x = layer(x)
+                    synchronize()
+                want = x.get()
+                size = np.abs(want.astype(np.float32))
+                assert np.isfinite(size).all() and size.max() > 1e-3
+                for some, turn in itertools.product((layers, plain), range(4)):
+                    for buffer in buffers:
+                        buffer.view("uint8").fill(0xFF)
+                    assert_same_bits(run(some, buffers), want, f"pdl={some is layers}, turn {turn}")
+                synchronize()
+                graph, y = capture(stream, lambda: run(layers, buffers))  # noqa: B023
+                for turn in range(3):
+                    with stream:
+                        for buffer in buffers:
+                            buffer.view("uint8").fill(0xFF)
+                        graph.launch()
+                        graph.launch()
+                    stream.synchronize()
+                    assert_same_bits(y, want, f"captured, turn {turn}")
+
+
+PLAN_TOKENS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 256, 257, 300, 511, 513, 1000, 1025, 4097)
+PLAN_CHANNELS = (1, 8, 15, 16, 17, 100, 129, 1000, 1024, 4095, 4097)
+PLAN_LENGTHS = (8, 1000, 128, 4104, 64, 72, 4096, 2048)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+def test_many_tokens_as_the_table_plans_them(
+    rng: np.random.Generator, poison: Callable[..., Any], x_dtype: str
+) -> None:
+    """Aligned k, whatever row serves: a layer for each number of channels, all numbers of tokens; x as it is, and x at
+    another address and with a pitch."""
+    import cupy
+
+    shift = 3 if x_dtype == "float16" else 0
+    served = set()
+    with Cases() as cases:
+        for i, n in enumerate(PLAN_CHANNELS):
+            k = PLAN_LENGTHS[(3 * i + shift) % len(PLAN_LENGTHS)]
+            out_dtype = (None, "float32", "float16", "bfloat16")[i % 4]
+            q, bias = quantized(rng, n, k), floats(rng, n) if i % 2 else None
+            x = floats(rng, (max(PLAN_TOKENS), k), x_dtype)
+            layer, exact = on_gpu(q, bias, out_dtype=out_dtype), exact_on_gpu(x, q, bias)
+            there, pitched = cupy.asarray(x), amid_nan(x)
+            for m in PLAN_TOKENS:
+                name = layer.kernels(m, x_dtype)
+                served.add(name)
+                with cases(m, n, k, out_dtype or "", name):
+                    y = poison((m, n), out_dtype or x_dtype, "cupy")
+                    assert layer(there[:m], out=y) is y
+                    assert_close_on_gpu(y, tuple(e[:m] for e in exact), out_dtype or x_dtype, acc_of(name, x_dtype))
+                    assert_same_bits(layer(pitched[:m]), y, "x elsewhere")
+    arch = kernels.arch_of(runtime.target(0).arch)
+    assert {row for row in ("bulk_mma", "wgmma") if ROWS[row].entries(arch)} <= served
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+def test_rows_past_the_last_are_not_read(rng: np.random.Generator, poison: Callable[..., Any], x_dtype: str) -> None:
+    """NaN in the rows after x's last, and Inf in some rows of x: neither is seen in the rows beside them."""
+    import cupy
+
+    n, k = 100, 200
+    q = quantized(rng, n, k)
+    layer = on_gpu(q)
+    with Cases() as cases:
+        for m in (1, 7, 9, 17, 33, 65, 129, 257, 513):
+            clean = floats(rng, (m, k), x_dtype)
+            x, bad = spoil(rng, clean) if m > 1 else (clean, np.zeros(m, bool))
+            after = cupy.asarray(np.concatenate([x, np.full((300, k), np.nan, x.dtype)]))[:m]
+            pure = by_every_row(layer, cupy.asarray(clean), poison)
+            for name, y in by_every_row(layer, after, poison).items():
+                with cases(name, m):
+                    reference.assert_close(y, x, q.codes, q.scale, None, x_dtype, acc_of(name, x_dtype))
+                    assert_same_bits(y.get()[~bad], pure[name].get()[~bad], "rows that were clean")
+
+
+@pytest.mark.parametrize("x_dtype", FLOATS)
+def test_batch_invariant_on_the_cpu(rng: np.random.Generator, x_dtype: str) -> None:
+    q, x = quantized(rng, 33, 520), floats(rng, (70, 520), x_dtype)
+    layer = on_cpu(q, batch_invariant=True)
+    y = layer(x)
+    reference.assert_close(y, x, q.codes, q.scale, None, x_dtype, HOST_ACC)
+    for some in (slice(0, 1), slice(3, 5), slice(1, 70), slice(0, 0)):
+        assert_same_bits(layer(x[some]), y[some], some)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("x_dtype", FLOATS)
+def test_batch_invariant_on_the_gpu(rng: np.random.Generator, poison: Callable[..., Any], x_dtype: str) -> None:
+    """A row of y has the same bits whatever rows come with it: alone, in the middle, in blocks of other kernels."""
+    import cupy
+
+    with Cases() as cases:
+        for n, k in ((100, 2056), (3000, 1024), (9000, 136), (100, 129)):
+            q, x = quantized(rng, n, k), floats(rng, (1025, k), x_dtype)
+            layer, there, exact = on_gpu(q, batch_invariant=True), cupy.asarray(x), exact_on_gpu(x, q, None)
+            whole = poison((1025, n), x_dtype, "cupy")
+            layer(there, out=whole)
+            assert_close_on_gpu(whole, exact, x_dtype, acc_of(layer.kernels(1025, x_dtype), x_dtype))
+            for m in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 300, 1024):
+                first = int(rng.integers(0, 1025 - m + 1))  # all rows of x are on 16 bytes, or none
+                with cases(n, k, m, first, layer.kernels(m, x_dtype)):
+                    assert_same_bits(layer(there[first : first + m]), whole[first : first + m])
 
 
 # --- other libraries on the GPU ----------------------------------------------------------------------------
@@ -1604,6 +1931,14 @@ def test_a_layer_between_devices(rng: np.random.Generator) -> None:
         here.to("cuda:99")
     with pytest.raises(runtime.DeviceError, match="no GPU cuda:99"):
         cufp8.Linear(floats(rng, (3, 4)), device="cuda:99")
+
+
+def test_a_copied_layer_makes_its_own_plans(rng: np.random.Generator) -> None:
+    layer, x = on_cpu(quantized(rng, 12, 20)), floats(rng, (3, 20))
+    layer._plans["what it has seen"] = object()
+    for other in (copy.copy(layer), copy.deepcopy(layer)):
+        assert not other._plans and layer._plans
+        assert_same_bits(other(x), layer(x))
 
 
 @pytest.mark.gpu

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cufp8
 from cufp8 import kernels, runtime
 from cufp8.kernels import KERNELS, ROWS, Kernel, Launch
 
@@ -401,7 +402,8 @@ def test_a_kernel_that_does_not_compile(folder: Path, monkeypatch: pytest.Monkey
     first, options, *log = text.splitlines()
     assert first.startswith("broken.cu does not compile for sm_80: ")
     assert options == (
-        f"options: --gpu-architecture=sm_80 --std=c++17 --ptxas-options=-v -DARGS_BYTES={SMALL.args.size} -DSIDE=3"
+        f"options: --gpu-architecture=sm_80 --std=c++17 --ptxas-options=-v -DARGS_BYTES={SMALL.args.size} "
+        f"-DLINEAR_ARGS_BYTES={kernels.LINEAR_ARGS.size} -DSIDE=3"
     )
     assert any("broken.cu(2)" in line and "error" in line for line in log), text
     assert any("no_such_thing" in line for line in log)
@@ -578,7 +580,23 @@ typedef struct {
     unsigned char args[ARGS];
 } Note;
 Note note;
-int calls, status, capturing;
+int calls, status, capturing, args_bytes;
+typedef struct {
+    int calls, type, rank, interleave, swizzle, promotion, fill, aligned;
+    uint64_t address, dims[2], strides[1];
+    uint32_t box[2], steps[2];
+} Map;
+Map map;
+int cuTensorMapEncodeTiled(void *to, int type, uint32_t rank, void *address, const uint64_t *dims,
+                           const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
+                           int swizzle, int promotion, int fill) {
+    ++map.calls;
+    map.type = type, map.rank = rank, map.interleave = interleave, map.swizzle = swizzle, map.promotion = promotion;
+    map.fill = fill, map.aligned = (uint64_t)to % 64 == 0, map.address = (uint64_t)address, map.strides[0] = *strides;
+    memcpy(map.dims, dims, 16), memcpy(map.box, box, 8), memcpy(map.steps, steps, 8);
+    memset(to, 0x5A, 128), memcpy(to, &address, 8), memcpy((char *)to + 8, strides, 8);
+    return status;
+}
 int cuLaunchKernelEx(const Config *c, void *f, void **params, void **extra) {
     ++calls;
     memcpy(note.grid, c->grid, 12), memcpy(note.block, c->block, 12);
@@ -587,7 +605,7 @@ int cuLaunchKernelEx(const Config *c, void *f, void **params, void **extra) {
         const Attribute *a = (const Attribute *)c->attributes + i;
         note.ids[i] = a->id, memcpy(note.values[i], a->value, 16);
     }
-    memcpy(note.args, params[0], ARGS);
+    memcpy(note.args, params[0], args_bytes);
     return extra ? -1 : status;
 }
 int cuGetErrorName(int s, const char **text) { *text = s == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : 0; return s != 700; }
@@ -620,7 +638,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("needs a C compiler")
     here = tmp_path_factory.mktemp("driver")
     (here / "stub.c").write_text(STUB)
-    flags = [f"-DARGS={kernels.LINEAR_ARGS.size}", "-shared", "-fPIC", "-O1"]
+    flags = [f"-DARGS={kernels.TILE_ARGS.size}", "-shared", "-fPIC", "-O1"]
     subprocess.run([compiler, *flags, "-o", str(here / "stub.so"), str(here / "stub.c")], check=True)
     return ctypes.CDLL(str(here / "stub.so"))
 
@@ -637,12 +655,30 @@ class Note(ctypes.Structure):
         ("function", ctypes.c_uint64),
         ("ids", ctypes.c_int * 4),
         ("values", (ctypes.c_int * 4) * 4),
-        ("args", ctypes.c_ubyte * kernels.LINEAR_ARGS.size),
+        ("args", ctypes.c_ubyte * kernels.TILE_ARGS.size),
+    ]
+
+    def fields(self, row: Kernel) -> tuple[Any, ...]:
+        """The fields of the argument block."""
+        return row.args.unpack(bytes(self.args)[: row.args.size])
+
+
+class Map(ctypes.Structure):
+    """What the stub noted of a tensor map."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in "calls type rank interleave swizzle promotion fill aligned".split()),
+        ("address", ctypes.c_uint64),
+        ("dims", ctypes.c_uint64 * 2),
+        ("strides", ctypes.c_uint64 * 1),
+        ("box", ctypes.c_uint32 * 2),
+        ("steps", ctypes.c_uint32 * 2),
     ]
 
 
 FUNCTION = 0x7F12_3456_789A
 ROW = next(row for row in KERNELS if row.args is kernels.LINEAR_ARGS)
+TILES = next(row for row in KERNELS if row.args is kernels.TILE_ARGS)
 # A value for each field of the argument block that only its own C type holds.
 FIELDS = tuple(
     {"P": 0x7FFF_0000_1000 + i, "q": -(2**40) - i, "i": 2**31 - 1 - i}[kind]
@@ -652,14 +688,17 @@ FIELDS = tuple(
 
 @pytest.fixture
 def driver(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    """The runtime on the stub: a kernel called `entry` of ROW is loaded on the GPUs 0 and 3."""
+    """The runtime on the stub: a kernel called `entry` of ROW, and of TILES, is loaded on the GPUs 0 and 3."""
     fake_cupy(monkeypatch, setDevice=lambda device: current.append(device))
     current: list[int] = []
     library.current = current
     for name in ("calls", "status", "capturing"):
         ctypes.c_int.in_dll(library, name).value = 0
+    ctypes.c_int.in_dll(library, "args_bytes").value = kernels.LINEAR_ARGS.size
+    ctypes.memset(ctypes.byref(Map.in_dll(library, "map")), 0, ctypes.sizeof(Map))
     monkeypatch.setattr(runtime, "_driver", lambda: library)
-    monkeypatch.setattr(runtime, "_functions", {(ROW.name, device): {"entry": FUNCTION + device} for device in (0, 3)})
+    loaded = {(row.name, device): {"entry": FUNCTION + device} for row in (ROW, TILES) for device in (0, 3)}
+    monkeypatch.setattr(runtime, "_functions", loaded)
     monkeypatch.setattr(runtime, "_kept", {})
     monkeypatch.setattr(runtime, "_released", [])
     yield library
@@ -675,24 +714,132 @@ def test_a_launch_hands_everything_over(driver: ctypes.CDLL) -> None:
     note = note_of(driver)
     assert (tuple(note.grid), tuple(note.block), note.smem) == ((5, 65535, 7), (256, 1, 1), 1234)
     assert (note.stream, note.function, note.count) == (0xABCD_0000_1234, FUNCTION, 0)
-    assert kernels.LINEAR_ARGS.unpack(bytes(note.args)) == FIELDS
+    assert note.fields(ROW) == FIELDS
     assert driver.current == [0]
+
+
+def struct_of_c(header: str, name: str, known: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The fields of a struct in a file of kernels_cu/, for ctypes."""
+    text = (runtime.sources_dir() / header).read_text()
+    body = re.sub(r"//.*", "", text.split(f"struct {name} {{")[1].split("};")[0])
+    fields: list[tuple[str, Any]] = []
+    for kind, names in re.findall(r"([\w ]+?\*?) ?\b(\w+(?:, \w+)*);", body):
+        c = ctypes.c_void_p if "*" in kind else known[kind.strip()]
+        fields += [(name, c) for name in names.split(", ")]
+    return fields
+
+
+C_TYPES = {"int64_t": ctypes.c_int64, "int": ctypes.c_int}
 
 
 def test_the_argument_block_is_the_struct_of_c(driver: ctypes.CDLL) -> None:
     """Every field where C lays it out, by the struct that the kernels declare."""
-    header = (runtime.sources_dir() / "linear.cuh").read_text()
-    body = re.sub(r"//.*", "", header.split("struct LinearArgs {")[1].split("};")[0])
-    fields = []
-    for kind, names in re.findall(r"([\w ]+?\*?) ?\b(\w+(?:, \w+)*);", body):
-        c = ctypes.c_void_p if "*" in kind else {"int64_t": ctypes.c_int64, "int": ctypes.c_int}[kind.strip()]
-        fields += [(name, c) for name in names.split(", ")]
+    fields = struct_of_c("linear.cuh", "LinearArgs", C_TYPES)
     assert len(fields) == len(FIELDS)
     Args = type("Args", (ctypes.Structure,), {"_fields_": fields})
     assert ctypes.sizeof(Args) == kernels.LINEAR_ARGS.size
     runtime.Launcher(ROW, Launch("entry", (1, 1, 1), 32), 0)(0, *FIELDS)
     seen = Args.from_buffer_copy(bytes(note_of(driver).args))
     assert tuple(getattr(seen, name) for name, _ in fields) == FIELDS
+
+
+def test_the_argument_block_with_a_tensor_map_is_the_struct_of_c() -> None:
+    """`LinearArgs`, the fields of `Launch.fields`, and the map on a multiple of 64 bytes, last."""
+    text = (runtime.sources_dir() / "tiles.cuh").read_text()
+    assert re.search(r"alignas\(64\) uint8_t x_map\[128\];\n};", text)
+    Linear = type("Linear", (ctypes.Structure,), {"_fields_": struct_of_c("linear.cuh", "LinearArgs", C_TYPES)})
+    fields = struct_of_c("tiles.cuh", "TileArgs", C_TYPES | {"LinearArgs": Linear})
+    Args = type("Args", (ctypes.Structure,), {"_fields_": fields})
+    (linear, _), *rest = fields
+    p = kernels.Problem("FP8A16", (1, 64), "bfloat16", "bfloat16", 8, 16, 64)
+    launch = kernels.tile_launch("bulk_mma", kernels.Target("sm_90a", 132, 227 << 10, True), p, 8, 1)
+    assert linear == "linear" and len(rest) == len(launch.fields)
+    values = tuple(range(101, 101 + len(rest)))
+    block = kernels.TILE_ARGS.pack(*FIELDS, *values, bytes(range(128)))
+    seen = Args.from_buffer_copy(block)
+    assert tuple(getattr(seen, name) for name, _ in rest) == values
+    assert tuple(getattr(seen.linear, name) for name, _ in Linear._fields_) == FIELDS
+    at = -(-ctypes.sizeof(Args) // 64) * 64
+    assert len(block) == at + kernels.TENSOR_MAP_BYTES and block[at:] == bytes(range(128))
+
+
+def test_a_product_rewrites_where_x_and_y_are(driver: ctypes.CDLL) -> None:
+    x, *weight = FIELDS[:4]
+    y, *strides = FIELDS[4:7]
+    for row in KERNELS:
+        if row.linear:
+            assert row.args.format.startswith(runtime._POINTERS_STRIDES.format)
+    product = runtime.Product(ROW, Launch("entry", (1, 1, 1), 32), 0, True, tuple(weight), FIELDS[7:])
+    for i in range(3):
+        product.queue(0x99 + i, x + i, strides[0] - i, y + 2 * i, strides[1] - 2 * i)
+        note = note_of(driver)
+        assert (note.stream, note.function, note.count) == (0x99 + i, FUNCTION, 1)
+        where = x + i, *weight, y + 2 * i, strides[0] - i, strides[1] - 2 * i
+        assert note.fields(ROW) == (*where, *FIELDS[7:])
+    assert driver.current == [0]  # once a thread
+    ctypes.c_int.in_dll(driver, "status").value = 700
+    with pytest.raises(runtime.DeviceError, match="launching entry on cuda:0: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        product.queue(0, x, 1, y, 1)
+    for wrong in (FIELDS[7:-1], (*FIELDS[7:-1], 2**31)):
+        with pytest.raises(Exception):  # noqa: B017 - struct.error, whatever it derives from
+            runtime.Product(ROW, Launch("entry", (1, 1, 1), 32), 0, False, tuple(weight), wrong)
+
+
+def product_with_a_map(m: int, k: int, box: int, pdl: bool = True) -> tuple[runtime.Product, tuple[int, ...]]:
+    """A product of TILES whose kernel takes a tensor map, and the fields after the strides."""
+    more = kernels.TILE_ARGS.format.removeprefix(kernels.LINEAR_ARGS.format).partition("1")[0]
+    assert set(more) == {"i"}
+    rest = (m, 48, k, *FIELDS[10:], *range(1, 1 + len(more)))
+    launch = Launch("entry", (6, 1, 1), 320, split=2, smem_bytes=4096, box=box)
+    return runtime.Product(TILES, launch, 0, pdl, FIELDS[1:4], rest), rest
+
+
+def test_a_product_makes_the_map_of_x(driver: ctypes.CDLL) -> None:
+    """The driver is asked for a map of x as it lies, once for each address and stride; the block carries the answer."""
+    ctypes.c_int.in_dll(driver, "args_bytes").value = kernels.TILE_ARGS.size
+    made = Map.in_dll(driver, "map")
+    product, rest = product_with_a_map(300, 72, 64)
+    places = [(0x7F00_0000_0010, 72), (0x7F00_0000_0010, 80), (0x7F11_2233_4450, 4104), (0x7F00_0000_0010, 72)]
+    for turn, (x, stride) in enumerate(places):
+        product.queue(0x99, x, stride, 0x1234, 49)
+        assert made.calls == min(turn + 1, 3)
+        if turn < 3:
+            # UINT16, two dimensions, no interleaving, 128-byte swizzle, zeros for what lies outside.
+            assert (made.type, made.rank, made.interleave, made.swizzle, made.fill) == (1, 2, 0, 3, 0)
+            assert made.address == x and list(made.dims) == [72, 300] and list(made.strides) == [2 * stride]
+            assert list(made.box) == [64, 64] and list(made.steps) == [1, 1] and made.aligned
+        note = note_of(driver)
+        *fields, there = note.fields(TILES)
+        assert (note.stream, note.function, note.smem, note.count) == (0x99, FUNCTION, 4096, 2)
+        assert tuple(fields) == (x, *FIELDS[1:4], 0x1234, stride, 49, *rest)
+        assert len(there) == 128 and there[16:] == b"\x5a" * 112
+        assert (int.from_bytes(there[:8], "little"), int.from_bytes(there[8:16], "little")) == (x, 2 * stride)
+
+
+def test_products_of_other_sizes_have_maps_of_their_own(driver: ctypes.CDLL) -> None:
+    made = Map.in_dll(driver, "map")
+    for calls, (m, k, box) in enumerate(((300, 72, 64), (301, 72, 64), (300, 80, 64), (300, 72, 128)), 1):
+        product_with_a_map(m, k, box)[0].queue(0, 0x7F00_0000_0010, 80, 0, 48)
+        assert (made.calls, list(made.dims), list(made.box)) == (calls, [k, m], [64, box])
+
+
+def test_a_product_without_a_box_asks_for_no_map(driver: ctypes.CDLL) -> None:
+    runtime.Product(ROW, Launch("entry", (1, 1, 1), 32), 0, True, FIELDS[1:4], FIELDS[7:]).queue(0, 16, 1, 16, 1)
+    assert Map.in_dll(driver, "map").calls == 0
+
+
+def test_a_map_that_the_driver_refuses(driver: ctypes.CDLL) -> None:
+    ctypes.c_int.in_dll(driver, "args_bytes").value = kernels.TILE_ARGS.size
+    product, _ = product_with_a_map(3, 72, 8)
+    ctypes.c_int.in_dll(driver, "status").value = 700
+    with pytest.raises(
+        runtime.DeviceError, match=r"making a tensor map of \[3, 72\] at 0x7f0000000010: CUDA_ERROR_ILLEGAL_ADDRESS"
+    ):
+        product.queue(0, 0x7F00_0000_0010, 72, 0, 48)
+    assert ctypes.c_int.in_dll(driver, "calls").value == 0  # nothing was launched
+    ctypes.c_int.in_dll(driver, "status").value = 0
+    product.queue(0, 0x7F00_0000_0010, 72, 0, 48)  # and the refusal was not remembered
+    assert ctypes.c_int.in_dll(driver, "calls").value == 1
 
 
 def test_programmatic_launch_and_clusters_are_attributes(driver: ctypes.CDLL) -> None:
@@ -991,3 +1138,54 @@ def test_the_cache_is_only_the_users(folder: Path) -> None:
     path = runtime.cache_file(SMALL, runtime.target(0).arch)
     runtime.binary(SMALL, runtime.target(0).arch)
     assert path.is_file() and not stat.S_IMODE(os.stat(path).st_mode) & 0o022
+
+
+@pytest.mark.parametrize("by", ["use", "with"])
+@pytest.mark.parametrize("ptr", [0, 77])
+def test_a_callers_stream_stays_current(monkeypatch: pytest.MonkeyPatch, by: str, ptr: int) -> None:
+    """CuPy's `with` puts back what the `with` around it set, and forgets what `use()` set."""
+    current, stack = [None], [None]
+
+    class Stream:
+        def __init__(self, ptr: int) -> None:
+            self.ptr = ptr
+
+        @staticmethod
+        def from_external(owner: Any) -> Stream:
+            return Stream(owner.__cuda_stream__()[1])
+
+        def use(self) -> None:
+            current[0] = self
+
+        def __enter__(self) -> None:
+            stack.append(self)
+            current[0] = self
+
+        def __exit__(self, *_: Any) -> None:
+            stack.pop()
+            current[0] = stack[-1]
+
+    Stream.null = Stream(0)
+    cuda = types.SimpleNamespace(Stream=Stream, get_current_stream=lambda: current[0] or Stream.null)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    mine = Stream(5)
+    mine.use() if by == "use" else mine.__enter__()
+    with pytest.raises(KeyError), runtime.stream(ptr):
+        assert current[0].ptr == ptr
+        raise KeyError
+    assert current[0] is mine
+
+
+@pytest.mark.gpu
+def test_a_layer_leaves_the_current_stream_alone() -> None:
+    import cupy
+
+    mine = cupy.cuda.Stream(non_blocking=True)
+    before = cupy.cuda.get_current_stream()
+    mine.use()
+    try:
+        layer = cufp8.Linear(cupy.ones((16, 64), cupy.float32))
+        layer(cupy.ones((300, 64), cupy.float32))
+        assert cupy.cuda.get_current_stream().ptr == mine.ptr
+    finally:
+        before.use()

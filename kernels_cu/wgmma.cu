@@ -1,0 +1,62 @@
+// tiles.cuh with wgmma, sm_90a: for many tokens. Four warps multiply 64 channels in one instruction.
+#include "tiles.cuh"
+#include "wgmma.cuh"
+
+template <class X> struct Operands {
+    uint4 k16[STEP / 16];
+
+    __device__ __forceinline__ explicit Operands(const Codes &codes) {
+#pragma unroll
+        for (int j = 0; j < STEP / 16; ++j) k16[j] = codes.operand<X>(j);
+    }
+};
+
+template <class X_, int TOKENS_> struct WarpGroups {
+    using X = X_;
+    static constexpr int TOKENS = TOKENS_;
+
+    // While the products of a step run, the codes of the next are converted and those of the one after it loaded.
+    static __device__ __forceinline__ void add(float (&sum)[TOKENS / 8][4], const Ring<TOKENS> &ring, int unit,
+                                               Place &at, int steps) {
+        constexpr bool TIGHT = TOKENS == 64; // registers: load when the operands before are free
+        const int lane = threadIdx.x % 32;
+        const uint64_t x = wgmma_descriptor(smem_address(ring.base));
+        mbarrier_wait(ring.full + at.slot, at.parity);
+        Operands<X> now{ring.codes(at.slot, unit, lane)};
+        Place next = at;
+        next.advance(ring.stages);
+        Codes loaded{};
+        const auto load = [&] {
+            mbarrier_wait(ring.full + next.slot, next.parity);
+            loaded = ring.codes(next.slot, unit, lane);
+        };
+        if (steps > 1) load();
+#pragma unroll 2
+        for (int step = 0; step < steps; ++step) {
+            wgmma_fence();
+#pragma unroll
+            for (int j = 0; j < STEP / 16; ++j)
+                Wgmma<X, TOKENS>::m64k16(sum, now.k16[j], x + (at.slot * ring.stage_bytes >> 4) + 2 * j);
+            wgmma_commit();
+            const Operands<X> converted{loaded};
+            next.advance(ring.stages);
+            if (!TIGHT && step + 2 < steps) load();
+            wgmma_wait();
+#pragma unroll
+            for (int j = 0; j < STEP / 16; ++j) wgmma_read(now.k16[j]);
+            if (lane == 0) mbarrier_arrive(ring.empty + at.slot); // this warp has read the stage
+            at.advance(ring.stages);
+            now = converted;
+            if (TIGHT && step + 2 < steps) load();
+        }
+    }
+};
+
+TILE_ENTRY(wgmma_bfloat16_32, WarpGroups, BF16, 32, BLOCKS_32)
+TILE_ENTRY(wgmma_bfloat16_64, WarpGroups, BF16, 64, BLOCKS_64)
+TILE_ENTRY(wgmma_bfloat16_128, WarpGroups, BF16, 128, BLOCKS_128)
+TILE_ENTRY(wgmma_bfloat16_256, WarpGroups, BF16, 256, BLOCKS_256)
+TILE_ENTRY(wgmma_float16_32, WarpGroups, F16, 32, BLOCKS_32)
+TILE_ENTRY(wgmma_float16_64, WarpGroups, F16, 64, BLOCKS_64)
+TILE_ENTRY(wgmma_float16_128, WarpGroups, F16, 128, BLOCKS_128)
+TILE_ENTRY(wgmma_float16_256, WarpGroups, F16, 256, BLOCKS_256)
