@@ -11,14 +11,12 @@ import os
 import statistics
 import subprocess
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from measure import Measured
 
+from cufp8.bench.measure import Measured
 from cufp8.kernels import KERNELS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,8 +54,15 @@ print(json.dumps(seconds))
 """
 
 
-def start_once(cache: Path) -> dict[str, float]:
-    """Seconds of one process with its caches (ours and CuPy's) in a folder."""
+COMPILE = """
+import sys
+from cufp8 import runtime
+print(runtime.compile(runtime.row(sys.argv[1]), sys.argv[2]).seconds)
+"""
+
+
+def alone(cache: Path, *command: str) -> str:
+    """The last line that a Python process prints, with its caches (ours, CuPy's and NVRTC's) in a folder."""
     env = {
         **os.environ,
         "CUFP8_CACHE_DIR": str(cache / "cufp8"),
@@ -65,9 +70,14 @@ def start_once(cache: Path) -> dict[str, float]:
         "CUDA_CACHE_PATH": str(cache / "nvidia"),  # NVRTC keeps results of its own there
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
-    done = subprocess.run([sys.executable, "-c", START], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", *command], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()[-1]
+
+
+def start_once(cache: Path) -> dict[str, float]:
+    """Seconds of one process."""
+    return json.loads(alone(cache, START))
 
 
 def group_start(bench: Any, folder: Path) -> dict[str, Any]:
@@ -87,24 +97,24 @@ def group_start(bench: Any, folder: Path) -> dict[str, Any]:
     return done
 
 
-def group_compile(bench: Any) -> dict[str, Any]:
+def group_compile(bench: Any, folder: Path) -> dict[str, Any]:
     from cufp8 import runtime
 
     arch = runtime.target().arch
     note = {"arch": arch, "nvrtc": runtime.info()["nvrtc"]}
     done = {}
     for row in KERNELS:
-        # A macro that nothing reads: NVRTC hands out what it has compiled before for the same text and options.
-        fresh = [replace(row, defines=(*row.defines, ("UNIQUE", time.time_ns()))) for _ in range(COMPILE_ROUNDS)]
-        seconds = [runtime.compile(one, arch).seconds for one in fresh]
+        rounds = range(COMPILE_ROUNDS)
+        seconds = [float(alone(folder / f"{row.name}{i}", COMPILE, row.name, arch)) for i in rounds]
         done[row.name] = Measured(seconds, kernel=row.name, note=note)
     bench.write("compile", [bench.row("cufp8", one) for one in done.values()])
     return done
 
 
 @pytest.mark.parametrize("kernel", [row.name for row in KERNELS])
-def test_compile(bench: Any, replay: Any, kernel: str) -> None:
-    replay("compile", bench.once("compile", lambda: group_compile(bench))[kernel])
+def test_compile(bench: Any, replay: Any, tmp_path_factory: Any, kernel: str) -> None:
+    folder = tmp_path_factory.mktemp("compile")
+    replay("compile", bench.once("compile", lambda: group_compile(bench, folder))[kernel])
 
 
 @pytest.mark.parametrize("until", WHAT)

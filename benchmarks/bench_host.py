@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from measure import Measured, numpy_dtype
+
+from cufp8.bench.measure import Measured, numpy_dtype
 
 N = K = 4096
 ROWS = [1, 16]

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from measure import Contender, Measured, copies_for, measure, numpy_dtype
+
+from cufp8.bench.measure import Contender, Measured, copies_for, measure, normal, numpy_dtype
 
 SHAPES = [(4096, 4096), (14336, 4096), (28672, 8192)]
 NAMES = {"cufp8": "bfloat16", "cufp8-fp32": "float32", "stream-copy": "", "cufp8-call": "bfloat16"}
@@ -41,12 +42,13 @@ def quantizer(bench: Any, name: str, w: Any, dtype: str) -> Contender:
     launch = kernels.Launch(f"quantize_{dtype}", (n, 1, 1), BLOCK)
     launcher = runtime.Launcher(runtime.row("quantize"), launch, bench.memory.device)
 
-    def call(i: int) -> None:
+    def call(i: int) -> Any:
         source, to = sources[i % copies], codes[i % copies]
         addresses = (source.data.ptr, to.data.ptr, scale.data.ptr, status.data.ptr)
         launcher(bench.queue.stream(), *addresses, k, 1, to.shape[1], k)
+        return to
 
-    return Contender(name, call, copies, codes, kernel="quantize", x_dtype=dtype)
+    return Contender(name, call, kernel="quantize", x_dtype=dtype)
 
 
 def copier(bench: Any, nbytes: int) -> Contender:
@@ -60,11 +62,12 @@ def copier(bench: Any, nbytes: int) -> Contender:
     targets = [cupy.empty(half, np.uint8) for _ in range(copies)]
     blocks = bench.memory.grids(half)[0]
 
-    def call(i: int) -> None:
+    def call(i: int) -> Any:
         source, target = sources[i % copies], targets[i % copies]
         bench.memory.copy(source.data.ptr, target.data.ptr, half, blocks)
+        return target
 
-    return Contender("stream-copy", call, copies, targets, kernel="stream")
+    return Contender("stream-copy", call, kernel="stream")
 
 
 def whole_calls(w: Any) -> list[float]:
@@ -80,12 +83,9 @@ def whole_calls(w: Any) -> list[float]:
 
 
 def group(bench: Any, n: int, k: int) -> dict[str, Any]:
-    import cupy
-
     import cufp8
 
-    rng = np.random.Generator(np.random.SFC64([n, k, 2]))
-    w = cupy.asarray(rng.standard_normal((n, k), dtype=np.float32))
+    w = normal((n, k), n, k)
     contenders = [quantizer(bench, "cufp8", w, "bfloat16"), quantizer(bench, "cufp8-fp32", w, "float32")]
     contenders.append(copier(bench, moved(n, k, "bfloat16")))
     last = slice(n - CHECKED_ROWS, n)
@@ -98,7 +98,7 @@ def group(bench: Any, n: int, k: int) -> dict[str, Any]:
                 assert np.array_equal(codes[last, :k].get(), wanted), "codes differ from the host's"
         return 0.0
 
-    done = measure(bench.queue, contenders, moved(n, k, "bfloat16"), error, bench.memory.hold)
+    done = measure(bench.queue, contenders, error, bench.memory.hold)
     whole = w.astype(numpy_dtype("bfloat16"))
     done["cufp8-call"] = Measured(whole_calls(whole), kernel="quantize")
     rows = []

@@ -1,7 +1,9 @@
 """Write the README's tables of figures from results/<gpu>/<bench>.json, between two comment lines.
 
-    python benchmarks/table.py             rewrite README.md
-    python benchmarks/table.py --check     exit 1 if README.md differs from what the files say
+README.md shows some cells of the linear layers; results/README.md, which this makes as a whole, shows all.
+
+    python benchmarks/table.py             rewrite both
+    python benchmarks/table.py --check     exit 1 if one differs from what the files say
     python benchmarks/table.py --sources   exit 1 if a figure belongs to other sources than these
 
 Pure Python, no GPU. Every ratio is taken between rows of one run.
@@ -15,17 +17,25 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import results
-from results import Results, Row
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the checkout's cufp8, whether or not it is installed
+
+from cufp8.bench import results  # noqa: E402
+from cufp8.bench.results import Results, Row, groups, microseconds, tb_s  # noqa: E402
 
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
-ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "benchmarks" / "results"
 
-OURS, RIVAL = "cufp8", "torch-linear-bf16"
+OURS, EAGER, RIVAL = (names["bfloat16"] for names in (results.OURS, results.EAGER, results.TORCH))
 
-# Columns of the Linear table that stand only where some row has them: contender -> heading.
+# README's part of the linear layers: M of its columns, and those whose TB/s it tells.
+FEW_ROWS, DECODE_ROWS = (1, 4, 16, 32, 64, 256, 1024, 4096), (1, 16)
+FEW_SHAPES = ((4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
+
+# Columns of the complete table that stand only where some row has them: contender -> heading.
 MORE_CONTENDERS = {
     "cufp8-nopdl": "no PDL",
+    "cufp8-invariant": "batch-invariant",
     "cufp8-eager": "eager (cuBLAS)",
     "humming": "Humming",
     "gemlite": "gemlite",
@@ -33,22 +43,8 @@ MORE_CONTENDERS = {
 }
 
 
-def microseconds(time_us: float) -> str:
-    """Three digits that mean something: 4.38, 31.0, 123."""
-    return f"{time_us:.{2 if time_us < 9.995 else 1 if time_us < 99.95 else 0}f}"
-
-
 def seconds(time_us: float) -> str:
     return f"{time_us / 1e6:.2f}"
-
-
-def weight_bytes(row: Row) -> int:
-    """The fewest bytes of weight a call must read: codes and the float32 scales of the channels."""
-    return row["n"] * row["k"] + 4 * row["n"]
-
-
-def tb_s(row: Row) -> float:
-    return weight_bytes(row) / row["time_us"] / 1e6
 
 
 def shape(row: Row) -> str:
@@ -59,14 +55,6 @@ def layout(heading: Iterable[str], lines: Iterable[Iterable[str]]) -> list[str]:
     heading = list(heading)
     rule = "|".join(["---", *["--:"] * (len(heading) - 1)])
     return [f"| {' | '.join(heading)} |", f"|{rule}|", *(f"| {' | '.join(line)} |" for line in lines)]
-
-
-def groups(rows: Iterable[Row]) -> list[dict[str, Row]]:
-    """Rows by problem and run, as contender -> row: everything in one of these may be compared."""
-    found: dict[tuple[object, ...], dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault((row["run"], *results.problem(row)), {})[row["contender"]] = row
-    return list(found.values())
 
 
 def runs_line(data: Results) -> str:
@@ -80,6 +68,46 @@ def runs_line(data: Results) -> str:
 
 
 def linear(data: Results) -> list[str]:
+    """A row a shape, a column an M: what README shows."""
+    by_shape: dict[tuple[int, int], dict[int, dict[str, Row]]] = {}
+    for group in groups(data["rows"]):
+        if OURS in group:
+            row = group[OURS]
+            by_shape.setdefault((row["n"], row["k"]), {})[row["m"]] = group
+    shapes = [one for one in by_shape if one in FEW_SHAPES] or list(by_shape)
+    columns = [m for m in FEW_ROWS if any(m in by_shape[one] for one in shapes)]
+    decode = [m for m in DECODE_ROWS if m in columns]
+    heading = ["N x K", *[f"M = {m}" for m in columns], *[f"TB/s, M = {m}" for m in decode]]
+    lines = []
+    for n, k in shapes:
+        cells = by_shape[n, k]
+        line = [f"{n} x {k}", *[_time(cells[m]) if m in cells else "" for m in columns]]
+        lines.append(line + [_rate(cells[m][OURS], data) if m in cells else "" for m in decode])
+    text = (
+        "Linear, bf16 x, FP8A16 weights: µs a call in one CUDA graph of back-to-back calls, weights cold, and how many "
+        "times as fast as `F.linear` in bf16 that is. TB/s counts the weight's bytes (codes and scales) alone, and is "
+        "followed by its share of the read ceiling. "
+    )
+    if any(EAGER in group for one in shapes for m, group in by_shape[one].items() if m in columns):
+        text += "* a call that is not in a graph: cuBLAS serves there, and in a graph another kernel. "
+    text += "Every cell, with errors, float16 and the rivals: [benchmarks/results](benchmarks/results/README.md)."
+    return [text, "", *layout(heading, lines)]
+
+
+def _time(group: dict[str, Row]) -> str:
+    """A cell of README's table: of two ways to call, what eager calls take, with a star."""
+    row = group.get(EAGER, group[OURS])
+    ratio = f" ({group[RIVAL]['time_us'] / row['time_us']:.2f}x)" if RIVAL in group else ""
+    return f"{microseconds(row['time_us'])}{'*' if EAGER in group else ''}{ratio}"
+
+
+def _rate(row: Row, data: Results) -> str:
+    rate = tb_s(row)
+    return f"{rate:.2f}, {100 * rate / data['runs'][row['run']]['read_ceiling_tb_s']:.0f} %"
+
+
+def linear_complete(data: Results) -> list[str]:
+    """A row a cell, with all that was measured."""
     every = [group for group in groups(data["rows"]) if OURS in group]
     more = [name for name in MORE_CONTENDERS if any(name in group for group in every)]
     half = any("cufp8-fp16" in group for group in every)
@@ -88,9 +116,8 @@ def linear(data: Results) -> list[str]:
     lines = []
     for group in every:
         row = group[OURS]
-        rate, ceiling = tb_s(row), data["runs"][row["run"]]["read_ceiling_tb_s"]
         line = [shape(row), str(row["m"]), row["kernel"], f"**{microseconds(row['time_us'])}**"]
-        line += [f"{rate:.2f}", f"{100 * rate / ceiling:.0f} %", *_against(group.get(RIVAL), row)]
+        line += [*_rate(row, data).split(", "), *_against(group.get(RIVAL), row)]
         line += [microseconds(group[name]["time_us"]) if name in group else "" for name in more]
         line += ["" if row["error"] is None else f"{row['error']:.1e}"]
         if half:
@@ -130,6 +157,30 @@ def host(data: Results) -> list[str]:
     return ["Host time of one call, µs:", "", *layout(["call", *heads], lines)]
 
 
+def decode_step(data: Results) -> list[str]:
+    lines = []
+    for group in groups(data["rows"]):
+        if OURS not in group:
+            continue
+        row = group[OURS]
+        time_us, nbytes = row["time_us"], row["note"]["weight_bytes"]
+        rate, ceiling = nbytes / time_us / 1e6, data["runs"][row["run"]]["read_ceiling_tb_s"]
+        line = [str(row["m"]), f"**{time_us / 1e3:.2f}**", f"{rate:.2f}", f"{100 * rate / ceiling:.0f} %"]
+        line.append(f"{row['m'] / time_us * 1e6:,.0f}")
+        others = {name: one["time_us"] for name, one in group.items()}
+        line += [f"{others[name] / 1e3:.2f}" if name in others else "" for name in ("cufp8-nopdl", RIVAL)]
+        lines.append([*line, f"{others[RIVAL] / time_us:.2f}x" if RIVAL in others else ""])
+    note = data["rows"][0]["note"]
+    heading = ["M", "ms", "TB/s", "of the ceiling", "tokens/s at most", "no PDL", "`F.linear`", "faster"]
+    return [
+        f"One decoding step through all linear layers of {note['model']}, {note['weight_bytes'] / 1e9:.1f} GB in FP8, "
+        "each reading what the one before it wrote, in one CUDA graph. Attention, norms and activations are left out: "
+        "M over this time bounds the tokens a second.",
+        "",
+        *layout(heading, lines),
+    ]
+
+
 QUANTIZERS = {"cufp8": "", "cufp8-fp32": "", "cufp8-call": ", `quantize(w)` as a whole"}
 
 
@@ -156,6 +207,7 @@ def import_times(data: Results) -> list[str]:
 
 SECTIONS: dict[str, Callable[[Results], list[str]]] = {
     "linear": linear,
+    "decode_step": decode_step,
     "host": host,
     "quantize": quantize,
     "import": import_times,
@@ -163,19 +215,28 @@ SECTIONS: dict[str, Callable[[Results], list[str]]] = {
 }
 
 
-def render(folder: Path = results.FOLDER) -> str:
-    """Write the text that belongs between the two comment lines."""
+COMPLETE: dict[str, Callable[[Results], list[str]]] = {"linear": linear_complete}
+
+
+def render(folder: Path = FOLDER, sections: dict[str, Callable[[Results], list[str]]] = SECTIONS) -> str:
+    """Write the text that belongs between the two comment lines, or other sections of the files."""
     files = {(gpu, bench): data for gpu, bench, data in results.files(folder)}
     parts = []
     for gpu in dict.fromkeys(gpu for gpu, _ in files):
-        of_gpu = {bench: files[gpu, bench] for bench in SECTIONS if (gpu, bench) in files}
+        of_gpu = {bench: files[gpu, bench] for bench in sections if (gpu, bench) in files}
         if not of_gpu:
             continue
         title = next(iter(of_gpu.values()))["gpu"]
         parts.append(f"#### {title}")
         for bench, data in of_gpu.items():
-            parts.append("\n".join([*SECTIONS[bench](data), "", f"*{runs_line(data)}*"]))
+            parts.append("\n".join([*sections[bench](data), "", f"*{runs_line(data)}*"]))
     return "\n\n".join(parts) if parts else "No figures yet: `make bench` on a GPU measures them."
+
+
+def complete(folder: Path = FOLDER) -> str:
+    """Write results/README.md."""
+    head = "# Every cell of the linear layers\n\nMade by `python benchmarks/table.py` from the JSON files beside it."
+    return f"{head}\n\n{render(folder, COMPLETE)}\n"
 
 
 def insert(readme: str, table: str) -> str:
@@ -194,7 +255,7 @@ def insert(readme: str, table: str) -> str:
     return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
 
 
-def stale(digests: dict[str, str], folder: Path = results.FOLDER) -> list[str]:
+def stale(digests: dict[str, str], folder: Path = FOLDER) -> list[str]:
     """Figures whose kernel's sources have changed since: "h200/linear: gemv, 12 rows"."""
     count: dict[str, int] = {}
     for gpu, bench, data in results.files(folder):
@@ -208,33 +269,38 @@ def stale(digests: dict[str, str], folder: Path = results.FOLDER) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--results", type=Path, default=results.FOLDER)
+    parser.add_argument("--results", type=Path, default=FOLDER)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="change nothing; exit 1 on a difference")
     what.add_argument("--sources", action="store_true", help="exit 1 if figures are of other sources")
     options = parser.parse_args(arguments)
 
     if options.sources:
-        sys.path.insert(0, str(ROOT))
         from cufp8 import runtime
 
         old = stale(runtime.digests(), options.results)
         print("\n".join(["measured with other sources:", *old]) if old else "all figures are of these sources")
         return 1 if old else 0
 
+    page = options.results / "README.md"
     try:
         readme = options.readme.read_text(encoding="utf-8")
-        wanted = insert(readme, render(options.results))
+        wanted = {options.readme: insert(readme, render(options.results)), page: complete(options.results)}
+        there = {options.readme: readme, page: page.read_text(encoding="utf-8") if page.is_file() else ""}
     except (OSError, ValueError) as wrong:
         print(f"table: {wrong}", file=sys.stderr)
         return 1
-    if options.check:
-        difference = difflib.unified_diff(readme.splitlines(), wanted.splitlines(), "README.md", "results", n=0)
-        lines = list(difference)
-        print("\n".join([*lines[:40], "run `python benchmarks/table.py`"]) if lines else "README.md is in step")
-        return 1 if readme != wanted else 0
-    options.readme.write_text(wanted, encoding="utf-8")
-    return 0
+    if not options.check:
+        for path, text in wanted.items():
+            path.write_text(text, encoding="utf-8")
+        return 0
+    for path, text in wanted.items():
+        lines = list(difflib.unified_diff(there[path].splitlines(), text.splitlines(), str(path), "results", n=0))
+        if lines:
+            print("\n".join([*lines[:40], "run `python benchmarks/table.py`"]))
+    if there == wanted:
+        print("README.md and results/README.md are in step")
+    return 1 if there != wanted else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line: `cufp8 info`, `cufp8 demo`."""
+"""The command line: `cufp8 info`, `cufp8 demo`, `cufp8 bench`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cufp8 import __version__, runtime
+
+SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
+ROWS = [1, 4, 16, 32, 64, 256, 1024]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,10 +52,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     demo.set_defaults(run=_demo)
 
+    bench = commands.add_parser("bench", help="time linear layers on this GPU, beside F.linear if torch is here")
+    bench.add_argument(
+        "--shapes",
+        nargs="+",
+        type=_shape,
+        metavar="NxK",
+        default=SHAPES,
+        help=f"outputs x inputs of the weights (default: {' '.join(f'{n}x{k}' for n, k in SHAPES)})",
+    )
+    bench.add_argument(
+        "--m",
+        nargs="+",
+        type=_count,
+        metavar="M",
+        default=ROWS,
+        help=f"rows of x (default: {' '.join(map(str, ROWS))})",
+    )
+    bench.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="of x (default: bfloat16)")
+    bench.add_argument("--no-torch", action="store_true", help="do not import torch: no comparison with F.linear")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write all results, as in benchmarks/results")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw TB/s over M (.png, .svg, ...; needs matplotlib)")
+    bench.set_defaults(run=_bench)
+
     args = parser.parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, MemoryError) as error:
         print(f"cufp8: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -85,3 +112,24 @@ def _demo(args: argparse.Namespace) -> int:
     from cufp8 import demo
 
     return demo.run(device=args.device, synthetic=args.synthetic)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from cufp8.bench import command
+
+    return command.run(args.shapes, args.m, dtype=args.dtype, torch=not args.no_torch, json=args.json, plot=args.plot)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; needed is a number from 1 on")
+    return int(text)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    n, by, k = text.lower().partition("x")
+    if not by or not (n.isdecimal() and k.isdecimal() and int(n) and int(k)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; needed is N x K without spaces, such as 14336x4096")
+    if int(n) * int(k) < 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text} is too small to be measured cold; needed are 2^20 weights or more")
+    return int(n), int(k)

@@ -9,13 +9,18 @@ import json
 import os
 import subprocess
 import sys
+import traceback
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
+import cufp8
 from cufp8 import runtime
+from cufp8.bench import command, linear, measure, results
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -34,9 +39,10 @@ def _module(name: str) -> ModuleType:
         sys.path.remove(str(FOLDER))
 
 
-results = _module("results")
 table = _module("table")
-measure = _module("measure")
+rivals = _module("rivals")
+bench_linear = _module("bench_linear")
+bench_decode = _module("bench_decode")
 
 RUN = {
     "date": "2026-11-30T10:00:00+00:00",
@@ -67,24 +73,24 @@ def _row(contender: str, time_us: float, m: int = 1, **more: Any) -> dict[str, A
 
 
 @pytest.fixture
-def linear() -> dict[str, Any]:
+def data() -> dict[str, Any]:
     """4.0 MB of codes and scales: 2 us are 2 TB/s, half of the ceiling."""
     rows = [_row("cufp8", 2.0), _row("torch-linear-bf16", 5.0), _row("cufp8", 4.0, 16)]
     return {"gpu": "NVIDIA H200", "runs": {"first": dict(RUN)}, "rows": rows}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, linear: dict[str, Any]) -> Path:
+def folder(tmp_path: Path, data: dict[str, Any]) -> Path:
     made = tmp_path / "results"
-    results.save(made / "h200" / "linear.json", linear)
+    results.save(made / "h200" / "linear.json", data)
     return made
 
 
 # --- the format ------------------------------------------------------------------------------------------
 
 
-def test_a_good_file_has_no_faults(linear: dict[str, Any]) -> None:
-    assert results.faults(linear) == []
+def test_a_good_file_has_no_faults(data: dict[str, Any]) -> None:
+    assert results.faults(data) == []
 
 
 @pytest.mark.parametrize(
@@ -104,28 +110,28 @@ def test_a_good_file_has_no_faults(linear: dict[str, Any]) -> None:
         ("run", "another"),
     ],
 )
-def test_a_bad_field_is_a_fault(linear: dict[str, Any], field: str, value: object) -> None:
-    linear["rows"][0][field] = value
-    assert results.faults(linear)
+def test_a_bad_field_is_a_fault(data: dict[str, Any], field: str, value: object) -> None:
+    data["rows"][0][field] = value
+    assert results.faults(data)
 
 
-def test_bad_structure_is_a_fault(linear: dict[str, Any]) -> None:
-    twice = copy.deepcopy(linear)
+def test_bad_structure_is_a_fault(data: dict[str, Any]) -> None:
+    twice = copy.deepcopy(data)
     twice["rows"].append(dict(twice["rows"][0]))
-    more = copy.deepcopy(linear)
+    more = copy.deepcopy(data)
     more["rows"][0]["more"] = 1
-    unused = copy.deepcopy(linear)
+    unused = copy.deepcopy(data)
     unused["runs"]["second"] = dict(RUN)
-    ceiling = copy.deepcopy(linear)
+    ceiling = copy.deepcopy(data)
     ceiling["runs"]["first"]["read_ceiling_tb_s"] = None
     for wrong in (twice, more, unused, ceiling, {"rows": []}):
         assert results.faults(wrong)
 
 
-def test_a_new_run_replaces_whole_problems(linear: dict[str, Any]) -> None:
+def test_a_new_run_replaces_whole_problems(data: dict[str, Any]) -> None:
     new = [_row("cufp8", 1.5)]
     del new[0]["run"]
-    merged = results.merge(linear, "NVIDIA H200", "second", dict(RUN), new)
+    merged = results.merge(data, "NVIDIA H200", "second", dict(RUN), new)
     found = [(r["run"], r["m"], r["contender"], r["time_us"]) for r in merged["rows"]]
     assert found == [("second", 1, "cufp8", 1.5), ("first", 16, "cufp8", 4.0)]
     assert set(merged["runs"]) == {"first", "second"}
@@ -139,14 +145,14 @@ def test_a_new_run_replaces_whole_problems(linear: dict[str, Any]) -> None:
         results.merge(merged, "NVIDIA A100", "fourth", dict(RUN), new)
 
 
-def test_files_keep_what_was_saved(folder: Path, linear: dict[str, Any]) -> None:
+def test_files_keep_what_was_saved(folder: Path, data: dict[str, Any]) -> None:
     path = folder / "h200" / "linear.json"
-    assert results.load(path) == linear
-    assert len(path.read_text().splitlines()) == 8 + len(linear["rows"]), "a row a line"
+    assert results.load(path) == data
+    assert len(path.read_text().splitlines()) == 8 + len(data["rows"]), "a row a line"
     assert results.load(folder / "h200" / "none.json") is None
-    linear["rows"][0]["time_us"] = float("nan")
+    data["rows"][0]["time_us"] = float("nan")
     with pytest.raises(ValueError):
-        results.save(path, linear)
+        results.save(path, data)
     assert results.faults(results.load(path)) == [], "a file that cannot be written leaves the old one"
     assert [p.name for p in path.parent.iterdir()] == ["linear.json"]
 
@@ -170,6 +176,11 @@ def test_a_folder_is_named_after_the_gpu(gpu: str, name: str) -> None:
 def test_the_table_says_what_the_file_says(folder: Path) -> None:
     lines = table.render(folder).splitlines()
     assert lines[0] == "#### NVIDIA H200"
+    assert "| N x K | M = 1 | M = 16 | TB/s, M = 1 | TB/s, M = 16 |" in lines
+    assert "| 1000 x 3996 | 2.00 (2.50x) | 4.00 | 2.00, 50 % | 1.00, 25 % |" in lines
+    assert "read ceiling 4.00 TB/s" in lines[-1]
+
+    lines = table.complete(folder).splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| 1000 x 3996")]
     assert cells[0] == ["1000 x 3996", "1", "gemv", "**2.00**", "2.00", "50 %", "5.00", "2.50x", "1.6e-03"]
     assert cells[1][:6] == ["1000 x 3996", "16", "gemv", "**4.00**", "1.00", "25 %"]
@@ -177,40 +188,61 @@ def test_the_table_says_what_the_file_says(folder: Path) -> None:
     assert "read ceiling 4.00 TB/s" in lines[-1]
 
 
-def test_no_ratio_across_runs(folder: Path, linear: dict[str, Any]) -> None:
-    linear["runs"]["second"] = dict(RUN)
-    linear["rows"][1]["run"] = "second"
-    results.save(folder / "h200" / "linear.json", linear)
-    text = table.render(folder)
-    assert "2.50x" not in text
-    assert "**2.00**" in text
+def test_no_ratio_across_runs(folder: Path, data: dict[str, Any]) -> None:
+    data["runs"]["second"] = dict(RUN)
+    data["rows"][1]["run"] = "second"
+    results.save(folder / "h200" / "linear.json", data)
+    for text in (table.render(folder), table.complete(folder)):
+        assert "2.50x" not in text
+        assert "2.00" in text
 
 
-def test_rivals_and_float16_get_columns(folder: Path, linear: dict[str, Any]) -> None:
-    linear["rows"] += [_row("humming", 3.0), _row("cufp8-fp16", 2.5), _row("torch-linear-fp16", 6.0)]
-    results.save(folder / "h200" / "linear.json", linear)
+def test_calls_outside_of_a_graph_are_marked(folder: Path, data: dict[str, Any]) -> None:
+    data["rows"] += [_row("cufp8-eager", 2.5, kernel="cublas")]
+    results.save(folder / "h200" / "linear.json", data)
     text = table.render(folder)
+    assert "| 1000 x 3996 | 2.50* (2.00x) | 4.00 | 2.00, 50 % |" in text
+    assert "* a call that is not in a graph" in text
+    assert "| 2.50x | 2.50 |" in table.complete(folder)
+
+
+def test_readme_shows_some_shapes_and_the_other_page_all(folder: Path, data: dict[str, Any]) -> None:
+    data["rows"] += [_row("cufp8", 5.0, n=4096, k=4096), _row("cufp8", 5.5, 2, n=4096, k=4096)]
+    results.save(folder / "h200" / "linear.json", data)
+    assert "1000 x 3996" not in table.render(folder) and "5.50" not in table.render(folder)
+    assert "1000 x 3996" in table.complete(folder) and "**5.50**" in table.complete(folder)
+
+
+def test_rivals_and_float16_get_columns(folder: Path, data: dict[str, Any]) -> None:
+    data["rows"] += [_row("humming", 3.0), _row("cufp8-fp16", 2.5), _row("torch-linear-fp16", 6.0)]
+    results.save(folder / "h200" / "linear.json", data)
+    text = table.complete(folder)
     assert "Humming" in text and "gemlite" not in text
     assert "2.50 (2.40x)" in text
 
 
-def test_every_section_renders(folder: Path, linear: dict[str, Any]) -> None:
+def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
     bare = {"m": None, "n": None, "k": None}
     shared = {"w_dtype": "bfloat16", "tb_s": 3.0, "copy_share": 0.86, "fused": False}
     more = {
         "host": [_row("cufp8", 12.0, note={"what": "`layer(x)`"}), _row("cufp8", 13.0, 16)],
         "quantize": [_row("cufp8", 20.0, note=shared) | {"m": None}],
         "compile": [_row("cufp8", 1.5e6, **bare), _row("cufp8", 2e6, **bare, kernel="mma_sync")],
+        "decode_step": [
+            _row("cufp8", 2000.0, 8, n=None, k=None, note={"model": "Llama-3-8B", "weight_bytes": 7_000_000_000}),
+            _row("torch-linear-bf16", 3500.0, 8, n=None, k=None),
+        ],
         "import": [_row("cufp8-import", 2e5, **bare, note={"what": "`import cufp8` done"})],
     }
     for bench, rows in more.items():
-        data = {**linear, "rows": rows}
-        assert results.faults(data) == []
-        results.save(folder / "h200" / f"{bench}.json", data)
+        one = {**data, "rows": rows}
+        assert results.faults(one) == []
+        results.save(folder / "h200" / f"{bench}.json", one)
     text = table.render(folder)
     for line in (
         "| `layer(x)` | 12.0 | 13.0 |",
         "| 1000 x 3996 | bfloat16 | 20.0 | 3.00 | 86 % |",
+        "| 8 | **2.00** | 3.50 | 88 % | 4,000 |  | 3.50 | 1.75x |",
         "| `mma_sync` | 2.00 |",
         "| `import cufp8` done | 0.20 |",
     ):
@@ -240,6 +272,10 @@ def test_check_and_rewrite(tmp_path: Path, folder: Path, capsys: pytest.CaptureF
     assert text.startswith(f"above\n{table.BEGIN}\n#### NVIDIA H200")
     assert text.endswith(f"{table.END}\nbelow\n")
     assert table.main([*arguments, "--check"]) == 0
+    page = folder / "README.md"
+    assert page.read_text(encoding="utf-8") == table.complete(folder)
+    page.write_text("edited by hand", encoding="utf-8")
+    assert table.main([*arguments, "--check"]) == 1
     assert table.main(arguments) == 0
     assert readme.read_text(encoding="utf-8") == text
 
@@ -259,14 +295,14 @@ def test_figures_of_other_sources_are_told(folder: Path) -> None:
 
 
 def test_committed_results_follow_the_format() -> None:
-    for folder, bench, data in results.files():
+    for folder, bench, data in results.files(table.FOLDER):
         where = f"{folder}/{bench}.json"
         assert bench in results.BENCHES, where
         assert results.faults(data) == [], where
         assert results.folder_name(data["gpu"]) == folder, where
         for run in data["runs"].values():
             assert datetime.datetime.fromisoformat(run["date"]).tzinfo is not None, where
-        text = (results.FOLDER / folder / f"{bench}.json").read_text(encoding="utf-8")
+        text = (table.FOLDER / folder / f"{bench}.json").read_text(encoding="utf-8")
         assert text == results.dumps(data), f"{where} was edited by hand"
         ours = {row["kernel"] for row in data["rows"]} - {None}
         assert ours <= set(runtime.digests()), where
@@ -286,12 +322,18 @@ def test_weights_are_cold_and_sequences_even(nbytes: int) -> None:
         copies = measure.copies_for(nbytes, l2)
         assert copies % 2 == 0 and copies >= 2
         assert copies * nbytes >= max(300_000_000, 4 * l2)
-        calls = measure.calls_for(nbytes, copies)
-        assert calls % copies == 0 and calls >= measure.MIN_CALLS
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-6, 4.3e-6, 55e-6, 1.4e-3, 26e-3])
+def test_sequences_are_even_and_last(seconds: float) -> None:
+    calls = measure.calls_for(seconds)
+    assert calls % 2 == 0 and 2 <= calls <= 1500
+    assert calls * max(seconds, 1e-6) >= measure.GRAPH_SECONDS
+    assert (calls - 2) * seconds < measure.GRAPH_SECONDS, "no longer than that takes"
 
 
 class _Clock:
-    """A queue on which each call takes the seconds that its contender says."""
+    """A queue of NumPy arrays on which each call takes the seconds that its contender says."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -312,10 +354,14 @@ class _Clock:
     def wait(self) -> None:
         pass
 
+    def array(self, values: np.ndarray, dtype: str) -> np.ndarray:
+        return values.astype(measure.numpy_dtype(dtype))
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        return np.empty(shape, measure.numpy_dtype(dtype))
+
 
 def test_a_group_is_measured_in_turns() -> None:
-    import numpy as np
-
     clock, order, held = _Clock(), [], []
 
     def contender(name: str, seconds: float, captured: bool = True) -> Any:
@@ -327,14 +373,14 @@ def test_a_group_is_measured_in_turns() -> None:
                 order.append(name)
             buffers[i % 2][:] = i % 2 + 1
 
-        return measure.Contender(name, call, 2, buffers, kernel="gemv", captured=captured)
+        return measure.Contender(name, call, buffers, kernel="gemv", captured=captured)
 
     def broken(i: int) -> None:
         raise RuntimeError("no such kernel")
 
     contenders = [
         contender("a", 1e-6),
-        measure.Contender("broken", broken, 2),
+        measure.Contender("broken", broken),
         contender("b", 2e-6),
         contender("eager", 3e-6, captured=False),
     ]
@@ -344,7 +390,7 @@ def test_a_group_is_measured_in_turns() -> None:
         seen.append([one.name, *(float(y[0]) for y in outputs)])
         return 0.001
 
-    done = measure.measure(clock, contenders, 1 << 20, error, held.append, rounds=3)
+    done = measure.measure(clock, contenders, error, held.append, rounds=3)
     assert isinstance(done["broken"], RuntimeError)
     assert seen == [["a", 1.0, 2.0], ["b", 1.0, 2.0], ["eager", 1.0, 2.0]]
     for name, seconds in (("a", 1e-6), ("b", 2e-6), ("eager", 3e-6)):
@@ -352,24 +398,47 @@ def test_a_group_is_measured_in_turns() -> None:
         assert (done[name].error, done[name].kernel) == (0.001, "gemv")
         assert done[name].time_us == pytest.approx(seconds * 1e6)
     assert order[-12:] == ["a", "b", "eager"] * 4, "a warming round, then three: ABAB"
-    assert clock.captures == 3, "the broken one too"
-    assert len(held) == 12
+    assert clock.captures == 2
+    assert held[:2] == [measure.HOLD_SECONDS] * 2 and len(held) == 14, "a graph's first calls, then every sample"
+
+
+def test_a_long_group_gets_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "GROUP_SECONDS", 0.0)
+    buffers = [np.zeros(3, np.float32) for _ in range(2)]
+    one = measure.Contender("slow", lambda i: None, buffers)
+    done = measure.measure(_Clock(), [one], lambda *_: 0.0, lambda seconds: None)
+    assert len(done["slow"].seconds) == measure.LEAST_ROUNDS
+    done = measure.measure(_Clock(), [one], lambda *_: 0.0, lambda seconds: None, rounds=3)
+    assert len(done["slow"].seconds) == 3
+
+
+def test_a_failure_holds_no_memory() -> None:
+    class Array:
+        pass
+
+    def fails(i: int) -> None:
+        array = Array()
+        seen.append(weakref.ref(array))
+        raise RuntimeError("no")
+
+    seen: list[Any] = []
+    done = measure.measure(_Clock(), [measure.Contender("fails", fails)], lambda *_: 0.0, lambda seconds: None)
+    assert "fails" in "".join(traceback.format_exception(done["fails"]))
+    assert seen and all(one() is None for one in seen)
 
 
 def test_an_output_that_is_not_written_is_nan() -> None:
     import math
 
-    import numpy as np
-
     buffers = [np.zeros(3, np.float32) for _ in range(2)]
-    lazy = measure.Contender("lazy", lambda i: None, 2, buffers)
+    lazy = measure.Contender("lazy", lambda i: None, buffers)
     seen: list[float] = []
 
     def error(one: Any, outputs: list[Any]) -> float:
         seen.extend(float(y[0]) for y in outputs)
         raise AssertionError("wrong")
 
-    done = measure.measure(_Clock(), [lazy], 1 << 20, error, lambda s: None, rounds=1)
+    done = measure.measure(_Clock(), [lazy], error, lambda s: None, rounds=1)
     assert isinstance(done["lazy"], AssertionError)
     assert all(math.isnan(v) for v in seen)
 
@@ -393,6 +462,15 @@ def test_benchmarks_are_found_and_skipped_without_a_gpu() -> None:
         assert "needs a GPU" in done.stdout and " passed" not in done.stdout
 
 
+def test_quick_is_a_small_part() -> None:
+    done = _pytest("benchmarks", "--collect-only", "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = {line.split("[")[1].rsplit("-cufp8", 1)[0] for line in done.stdout.splitlines() if "test_linear[" in line}
+    assert {"4096x4096-m1", "28672x8192-m1024"} <= {cell.split("-torch")[0] for cell in cells}
+    assert "test_decode_step[" in done.stdout
+    assert not any("-m2-" in line or "test_host" in line for line in done.stdout.splitlines())
+
+
 def test_pytest_benchmark_reports_the_replayed_samples(tmp_path: Path) -> None:
     (tmp_path / "test_replay.py").write_text(
         f"""
@@ -413,3 +491,213 @@ def test_replay(benchmark):
     assert entry["group"] == "a group"
     assert entry["stats"]["data"] == pytest.approx([3e-6, 1e-6, 2e-6])
     assert entry["stats"]["median"] == pytest.approx(2e-6)
+
+
+# --- the linear layers -----------------------------------------------------------------------------------
+
+
+def test_a_third_of_the_cells_is_measured_in_float16() -> None:
+    cells = [(n, k, m) for n, k in bench_linear.SHAPES for m in bench_linear.ROWS]
+    half = [cell for cell in cells if bench_linear.in_float16(*cell)]
+    assert len(cells) == 108 and len(half) == 36
+    assert {cell[:2] for cell in half} == set(bench_linear.SHAPES)
+    assert {cell[2] for cell in half} == set(bench_linear.ROWS)
+    for n, k, m in cells:
+        names = bench_linear.names(n, k, m)
+        assert names[0] == "cufp8" and len(set(names)) == len(names)
+        assert ("cufp8-fp16" in names) == ((n, k, m) in half)
+        assert ("cufp8-nopdl" in names) == ("cufp8-invariant" in names) == (m in (1, 8, 32, 256))
+        for name in names:
+            assert linear.dtype_of(name) == ("float16" if "fp16" in name else "bfloat16")
+
+
+def test_rivals_are_measured_where_they_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: name)
+    assert rivals.present(4096, 4096, 1) == ["humming", "gemlite", "fbgemm"]
+    assert rivals.present(4096, 4096, 64) == ["humming", "gemlite"]
+    assert rivals.present(4096, 4096, 4096) == rivals.present(151936, 4096, 1) == []
+
+
+class _HostSession:
+    """A session on NumPy: what it times is nothing, what it computes is what a GPU's would."""
+
+    def __init__(self) -> None:
+        self.queue = _Clock()
+        self.memory = self
+        self.l2_bytes = 60 << 20
+        self.kept: dict[tuple[int, int], Any] = {}
+        self.written: list[Any] = []
+
+    def hold(self, seconds: float) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+    def weights(self, n: int, k: int) -> Any:
+        return self.kept.setdefault((n, k), linear.Weights(n, k, self.l2_bytes, copies=2))
+
+    def rows(self, done: dict[str, Any], m: int, n: int | None, k: int | None) -> list[Any]:
+        return [_row(name, 1.0, m, n=n, k=k, note=one.note) for name, one in done.items()]
+
+    def write(self, bench: str, rows: list[Any]) -> None:
+        self.written += rows
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> _HostSession:
+    def layers(self: Any, pdl: bool, batch_invariant: bool = False) -> list[cufp8.Linear]:
+        return [cufp8.Linear.from_quantized(self.fresh(), device="cpu") for _ in range(self.copies)]
+
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    monkeypatch.setattr(linear, "kernel", lambda *problem: "gemv")
+    monkeypatch.setattr(linear.Weights, "layers", layers)
+    return _HostSession()
+
+
+def test_a_cell_compares_with_float64(host: _HostSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "CHECKED_CHANNELS", 50)
+    names = ["cufp8", "cufp8-eager", "cufp8-fp16"]
+    done = linear.cell(host, 200, 128, 3, names)
+    assert host.weights(200, 128).checked.step == 5
+    assert [done[name].error for name in names] == [
+        pytest.approx(1.7e-3, rel=0.2),
+        pytest.approx(1.7e-3, rel=0.2),
+        pytest.approx(2.1e-4, rel=0.2),
+    ]
+    assert [done[name].note["x_dtype"] for name in names] == ["bfloat16", "bfloat16", "float16"]
+    w = host.weights(200, 128).quantized.dequantize()
+    assert np.std(w) == pytest.approx(128**-0.5, rel=0.05)
+
+
+def test_a_cell_keeps_going_without_a_rival(host: _HostSession) -> None:
+    def missing(weights: Any, x: Any) -> Any:
+        raise ImportError("no gemlite here")
+
+    def wrong(weights: Any, x: Any) -> Any:
+        return measure.Contender("humming", lambda i: np.full((len(x[0]), weights.n), 1.0, np.float32))
+
+    done = linear.cell(host, 48, 64, 2, ["cufp8", "gemlite", "humming"], {"gemlite": missing, "humming": wrong})
+    assert isinstance(done["gemlite"], ImportError)
+    assert "relative L2 error" in str(done["humming"])
+    assert done["cufp8"].seconds
+
+
+def test_a_decoding_step_feeds_each_layer_the_one_before(host: _HostSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the float64 chain, with shapes that are Llama's in small."""
+    block = {"qkv": (96, 64), "o": (64, 64), "gate_up": (448, 64), "down": (64, 224)}
+    for name, value in {"BLOCK": block, "HEAD": (160, 64), "DEPTH": 3, "NAMES": ["cufp8"]}.items():
+        monkeypatch.setattr(bench_decode, name, value)
+    weights = bench_decode.make_weights(host)
+    assert len(weights) == 13
+    assert not np.array_equal(weights[0].quantized.codes, weights[4].quantized.codes)
+    done = bench_decode.group(host, weights, 2)
+    assert done["cufp8"].error < 0.02
+    (row,) = host.written
+    assert row["note"]["weight_bytes"] == sum(n * k + 4 * n for n, k in [*block.values()] * 3 + [(160, 64)])
+    assert set(row["note"]["kernels"]) == {"96x64", "64x64", "448x64", "64x224", "160x64"}
+
+
+def test_llamas_layers() -> None:
+    assert sum(n * k for n, k in bench_decode.BLOCK.values()) * bench_decode.DEPTH == 6_979_321_856
+    assert bench_decode.HEAD == (128256, 4096)
+
+
+# --- what `cufp8 bench` prints -----------------------------------------------------------------------------
+
+
+def test_the_sentence(data: dict[str, Any]) -> None:
+    assert command.sentence(data, "bfloat16") == (
+        "On NVIDIA H200, M = 1, cufp8 reads weights at 50 % of what the memory gives (4.00 TB/s) and runs 2.50 times "
+        "as fast as F.linear in bfloat16."
+    )
+    data["rows"] += [
+        _row("cufp8", 1.0, n=999),
+        _row("torch-linear-bf16", 1.8, n=999),
+        _row("torch-linear-bf16", 2.0, 16),
+    ]
+    assert command.sentence(data, "bfloat16").endswith(
+        "at 50 to 100 % of what the memory gives (4.00 TB/s) and runs 1.80 to 2.50 times as fast as F.linear in "
+        "bfloat16; F.linear is faster in 1 of 3 cells, from M = 16 on."
+    )
+    data["rows"] = [row for row in data["rows"] if row["contender"] == "cufp8"]
+    assert "F.linear" not in command.sentence(data, "bfloat16")
+
+
+def test_the_table_of_the_command(data: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    def lines(without_torch: str | None) -> list[str]:
+        for part in command.report(data, "bfloat16", without_torch):
+            Console(width=120, highlight=False, markup=False).print(part)
+        return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+    assert "1000 x 3996 1 gemv 2.00 2.00 50 % 5.00 2.50x" in lines(None)
+    data["rows"] = [row for row in data["rows"] if row["contender"] == "cufp8"]
+    data["rows"].append(_row("cufp8-eager", 3.0, 16))
+    found = lines("torch is not installed")
+    assert "1000 x 3996 16 gemv 4.00 1.00 25 % 3.00" in found
+    assert "F.linear was not measured: torch is not installed." in " ".join(found)
+
+
+class _Session:
+    """Stands for a GPU's session."""
+
+    gpu, run_id, run = "NVIDIA H200", "first", RUN
+
+    def __init__(self, torch: bool) -> None:
+        self.without_torch = None if torch else "as asked"
+
+    def rows(self, done: dict[str, Any], m: int, n: int, k: int) -> list[Any]:
+        return [_row(name, one, m, n=n, k=k) for name, one in done.items() if isinstance(one, float)]
+
+
+def test_the_command_measures_prints_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import cufp8.bench.session
+    from cufp8 import cli
+
+    def cell(session: Any, n: int, k: int, m: int, names: list[str]) -> dict[str, Any]:
+        if m == 9:
+            raise MemoryError("out of memory")
+        return {name: 3.0 if name.startswith("cufp8") else 5.0 for name in names}
+
+    monkeypatch.setattr(runtime, "why_not", lambda: None)
+    monkeypatch.setattr(cufp8.bench.session, "Session", _Session)
+    monkeypatch.setattr(linear, "cell", cell)
+    monkeypatch.setattr(linear, "eager_differs", lambda n, k, m, dtype: m > 4)
+    path = tmp_path / "deep" / "mine.json"
+    arguments = ["bench", "--shapes", "1024x2048", "2048X1024", "--m", "8", "1", "--json", str(path)]
+    assert cli.main(arguments) == 0
+    assert "2048 x 1024" in capsys.readouterr().out
+    found = results.load(path)
+    assert results.faults(found) == []
+    assert [(r["n"], r["m"], r["contender"]) for r in found["rows"][:5]] == [
+        (1024, 1, "cufp8"),
+        (1024, 1, "torch-linear-bf16"),
+        (1024, 8, "cufp8"),
+        (1024, 8, "cufp8-eager"),
+        (1024, 8, "torch-linear-bf16"),
+    ]
+
+    picture = tmp_path / "mine.svg"
+    assert cli.main(["bench", "--m", "1", "9", "--dtype", "float16", "--no-torch", "--plot", str(picture)]) == 1
+    said = capsys.readouterr()
+    assert "not measured: as asked" in " ".join(said.out.split())
+    assert "28672 x 8192, M = 9, all: out of memory" in said.err
+    assert picture.read_bytes()[:5] == b"<?xml"
+
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["bench", "--plot", str(picture)]) == 1
+    assert "install cufp8[plot]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shapes", [1, 4, 9])
+def test_a_picture_of_any_number_of_shapes(tmp_path: Path, data: dict[str, Any], shapes: int) -> None:
+    pytest.importorskip("matplotlib")
+    from cufp8.bench.plot import draw
+
+    data["rows"] = [{**row, "n": 1000 + i} for i in range(shapes) for row in data["rows"]]
+    draw(data, tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes()[:4] == b"\x89PNG"

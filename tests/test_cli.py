@@ -115,6 +115,28 @@ def test_demo_on_the_gpu(option):
     assert "float16" in printed
 
 
+@pytest.mark.skipif(runtime.available(), reason="there is a GPU")
+def test_bench_says_why_it_cannot():
+    done = cufp8_command("bench", code=1)
+    assert done.stderr == f"cufp8: bench measures on a GPU, and none can be used: {runtime.why_not()}\n"
+    assert not done.stdout
+
+
+@pytest.mark.gpu
+def test_bench_on_the_gpu(tmp_path):
+    file = tmp_path / "mine.json"
+    done = cufp8_command("bench", "--shapes", "4096x4096", "--m", "1", "512", "--no-torch", "--json", str(file))
+    assert re.search(r"4096 x 4096\s+1\s+\w+\s", done.stdout)
+    assert "cufp8 reads weights at" in " ".join(done.stdout.split())
+    contenders = [(row["m"], row["contender"]) for row in json.loads(file.read_text())["rows"]]
+    assert contenders[:2] == [(1, "cufp8"), (512, "cufp8")]
+
+
+def test_only_bench_imports_what_measures():
+    program = "import sys, cufp8, cufp8.cli; print([m for m in sys.modules if m.startswith('cufp8.bench')])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
+
+
 def test_version():
     assert cufp8_command("--version").stdout == f"cufp8 {cufp8.__version__}\n"
 
@@ -125,6 +147,11 @@ def test_version():
         ([], "required: command"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         (["info", "--yaml"], "unrecognized arguments: --yaml"),
+        (["bench", "--shapes", "4096"], "'4096' is no shape; needed is N x K without spaces"),
+        (["bench", "--shapes", "4096x0"], "'4096x0' is no shape"),
+        (["bench", "--shapes", "64x64"], "64x64 is too small to be measured cold"),
+        (["bench", "--m", "1", "0"], "'0' is no count"),
+        (["bench", "--dtype", "float32"], "invalid choice: 'float32'"),
     ],
 )
 def test_arguments_that_do_not_parse(arguments, says, capsys):

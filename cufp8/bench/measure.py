@@ -12,6 +12,7 @@ import gc
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +20,11 @@ from typing import Any
 import numpy as np
 
 ROUNDS = 11
-GRAPH_SECONDS = 1.5e-3  # what one replay should last at least: its start and end cost about 5 us
-MIN_CALLS = 24
+LEAST_ROUNDS = 5
+GROUP_SECONDS = 1.0  # after so long a group that has LEAST_ROUNDS gets no more
+GRAPH_SECONDS = 1.5e-3  # what one replay should last: its start and end cost about 5 us
 EAGER_CALLS = 4  # of many launches each, all of which must fit the driver's queue
+HOLD_SECONDS = 5e-4  # in which the host queues the two calls that tell how long one lasts
 COLD_BYTES = 300_000_000  # of weight copies, and 4 * L2 where that is more
 
 
@@ -32,10 +35,8 @@ class Contender:
     Attributes
     ----------
     call : callable
-        ``call(i)`` queues one call, the i-th of a sequence, on copy ``i % copies`` of the weight and
-        on ``x[i % 2]``; returns y, or None where it writes into ``buffers[i % 2]``.
-    copies : int
-        Copies of the weight that `call` cycles over: an even number.
+        ``call(i)`` queues one call, the i-th of a sequence, on a copy of the weight that has rested for
+        longest and on ``x[i % 2]``; returns y, or None where it writes into ``buffers[i % 2]``.
     buffers : list
         Preallocated outputs, or empty.
     finish : callable, optional
@@ -52,7 +53,6 @@ class Contender:
 
     name: str
     call: Callable[[int], Any]
-    copies: int
     buffers: list[Any] = field(default_factory=list)
     finish: Callable[[Any], Any] | None = None
     kernel: str | None = None
@@ -80,10 +80,9 @@ def copies_for(nbytes: int, l2_bytes: int) -> int:
     return max(2, 2 * math.ceil(max(COLD_BYTES, 4 * l2_bytes) / nbytes / 2))
 
 
-def calls_for(nbytes: int, copies: int) -> int:
-    """A multiple of `copies` (so an even number) that lasts about GRAPH_SECONDS or more, at 4 TB/s."""
-    enough = max(MIN_CALLS, GRAPH_SECONDS / (nbytes / 4e12 + 2e-6))
-    return copies * math.ceil(enough / copies)
+def calls_for(seconds: float) -> int:
+    """An even number of calls of so many seconds each that last GRAPH_SECONDS or more."""
+    return 2 * math.ceil(GRAPH_SECONDS / max(seconds, 1e-6) / 2)
 
 
 class TorchQueue:
@@ -133,6 +132,13 @@ class TorchQueue:
     def wait(self) -> None:
         self.torch.cuda.synchronize()
 
+    def release(self) -> None:
+        """Give memory that nothing uses back to the driver: torch and CuPy keep it, each for itself."""
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
+        self.torch.cuda.empty_cache()
+
 
 class CupyQueue:
     """The same by CuPy alone, for a machine without torch."""
@@ -176,6 +182,9 @@ class CupyQueue:
     def wait(self) -> None:
         self.cupy.cuda.runtime.deviceSynchronize()
 
+    def release(self) -> None:
+        self.cupy.get_default_memory_pool().free_all_blocks()
+
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     import ml_dtypes
@@ -186,17 +195,22 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 class _Prepared:
     """A contender with its sequence of calls ready to be queued."""
 
-    def __init__(self, queue: Any, contender: Contender, calls: int) -> None:
+    def __init__(self, queue: Any, contender: Contender, hold: Callable[[float], None]) -> None:
         self.contender = contender
-        self.calls = calls
+        self.calls = EAGER_CALLS
         self.host_seconds = 0.0
         self._last: list[Any] = [None, None]
         self._position = 0
         self._replay = None
+        self._first()
         if contender.captured:
-            self._replay = queue.capture(self._run, self._first)
-        else:
+            hold(HOLD_SECONDS)
+            start = queue.event()
             self._first()
+            end = queue.event()
+            queue.wait()
+            self.calls = calls_for(queue.seconds(start, end) / 2)
+            self._replay = queue.capture(self._run, self._first)
         self.queue()  # a graph's first launch also uploads it
         queue.wait()
 
@@ -206,7 +220,7 @@ class _Prepared:
         return self.contender.buffers or self._last
 
     def _first(self) -> None:
-        """Compiles, tunes and allocates, outside of any capture."""
+        """Two calls outside of any capture: the first ones compile, tune and allocate, some on each stream."""
         for i in range(2):
             self.contender.call(i)
 
@@ -227,7 +241,6 @@ class _Prepared:
 def measure(
     queue: Any,
     contenders: Sequence[Contender],
-    nbytes: int,
     error: Callable[[Contender, list[Any]], float],
     hold: Callable[[float], None],
     rounds: int = ROUNDS,
@@ -238,14 +251,12 @@ def measure(
     ----------
     queue : TorchQueue or CupyQueue
     contenders : sequence of Contender
-    nbytes : int
-        Bytes of one copy of the FP8 weight: how many calls make a sequence follows from it.
     error : callable
         ``error(contender, [y of x[0], y of x[1]])`` -> relative L2 error.
     hold : callable
         ``hold(seconds)`` queues reads of a large buffer that last so long, at least one.
     rounds : int
-        Measured rounds; one more warms up.
+        Measured rounds; one more warms up. After GROUP_SECONDS LEAST_ROUNDS are enough.
 
     Returns
     -------
@@ -255,9 +266,8 @@ def measure(
     ready: list[tuple[_Prepared, Measured]] = []
     done: dict[str, Measured | Exception] = {}
     for contender in contenders:
-        calls = calls_for(nbytes, contender.copies) if contender.captured else EAGER_CALLS
         try:
-            one = _Prepared(queue, contender, calls)
+            one = _Prepared(queue, contender, hold)
             for y in one.results:
                 poison(y)
             queue.wait()  # the arrays may be filled on another stream
@@ -266,7 +276,7 @@ def measure(
             note = {"x_dtype": contender.x_dtype, **contender.note}
             result = Measured([], error(contender, one.results), contender.kernel, note)
         except Exception as wrong:  # a rival that fails must not take the group with it
-            done[contender.name] = wrong
+            done[contender.name] = without_arrays(wrong)
             continue
         done[contender.name] = result
         ready.append((one, result))
@@ -274,7 +284,10 @@ def measure(
     collecting = gc.isenabled()
     gc.disable()
     try:
+        started = time.perf_counter()
         for turn in range(rounds + 1):
+            if turn > LEAST_ROUNDS and time.perf_counter() - started > GROUP_SECONDS:
+                break
             marks = []
             for one, _ in ready:
                 hold(2 * one.host_seconds)
@@ -291,6 +304,13 @@ def measure(
     return done
 
 
+def without_arrays(wrong: Exception) -> Exception:
+    """The exception without the variables of the functions that it came through: they hold memory of the GPU."""
+    at = wrong.__traceback__
+    traceback.clear_frames(at)
+    return wrong.with_traceback(at and at.tb_next)  # the first one is still running and cannot be cleared
+
+
 def poison(y: Any) -> None:
     """Fill an output with NaN, or with the code of NaN."""
     if y.dtype == np.uint8:
@@ -301,93 +321,22 @@ def poison(y: Any) -> None:
         y.fill(math.nan)
 
 
-class Weights:
-    """A random weight [n, k], its FP8A16 codes, and copies of it in any form that a contender wants."""
-
-    def __init__(self, n: int, k: int, l2_bytes: int) -> None:
-        import cupy
-
-        import cufp8
-
-        self.n, self.k, self.l2_bytes = n, k, l2_bytes
-        rng = np.random.Generator(np.random.SFC64([n, k]))
-        w = cupy.asarray(rng.standard_normal((n, k), dtype=np.float32))
-        w *= np.float32(0.02)
-        self.quantized = cufp8.quantize(w)
-        self.nbytes = self.quantized.nbytes
-        self.copies = copies_for(self.nbytes, l2_bytes)
-        self._kept: dict[Any, Any] = {}
-
-    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made once for this weight: contenders of every M share their copies."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
-
-    def fresh(self) -> Any:
-        """A QuantizedTensor of the same codes and scales in memory of its own."""
-        q = self.quantized
-        return type(q)(
-            q.codes.copy(),
-            q.scale.copy(),
-            dtype=q.dtype,
-            scale_dtype=q.scale_dtype,
-            shape=q.shape,
-            block=q.block,
-        )
-
-    def layers(self, pdl: bool) -> list[Any]:
-        """`copies` layers, each with a weight at an address of its own."""
-        import cufp8
-
-        def make() -> list[Any]:
-            made = [cufp8.Linear.from_quantized(self.fresh(), pdl=pdl) for _ in range(self.copies)]
-            starts = {layer._codes.data.ptr for layer in made}
-            assert len(starts) == self.copies, "the layers share one weight: it would not be cold"
-            return made
-
-        return self.kept(("layers", pdl), make)
-
-    def dequantized(self, rows: slice, dtype: Any) -> Any:
-        """Rows of the weight that codes and scales stand for, by a table of the 256 codes, computed in float64."""
-        import cupy
-        import ml_dtypes
-
-        codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        table = self.kept("table", lambda: cupy.asarray(codes))
-        q = self.quantized
-        exact = table[q.codes[rows, : self.k]] * q.scale[rows].astype(np.float64)
-        return exact.astype(dtype)
-
-    def torch_copies(self, dtype: str) -> list[Any]:
-        """Torch tensors [n, k] of the dequantised weight, rounded to `dtype`."""
-        import torch
-
-        def make() -> list[Any]:
-            kind = getattr(torch, dtype)
-            first = torch.empty((self.n, self.k), dtype=kind, device="cuda")
-            for at in range(0, self.n, 2048):
-                rows = slice(at, min(at + 2048, self.n))
-                first[rows] = torch.from_dlpack(self.dequantized(rows, np.float64)).to(kind)
-            more = copies_for(first.nbytes, self.l2_bytes) - 1
-            return [first, *(first.clone() for _ in range(more))]
-
-        return self.kept(("torch", dtype), make)
-
-    def reference(self, x: Any) -> Any:
-        """x @ w.T in float64, [rows of x, n], on the GPU, with a temporary of 2048 channels at a time."""
-        import cupy
-
-        wide = x.astype(np.float64)
-        y = cupy.empty((len(x), self.n), np.float64)
-        for at in range(0, self.n, 2048):
-            rows = slice(at, min(at + 2048, self.n))
-            y[:, rows] = wide @ self.dequantized(rows, np.float64).T
-        return y
-
-
 def relative_l2(y: Any, exact: Any) -> float:
-    """||y - exact|| / ||exact|| in float64; NaN if y has one."""
+    """||y - exact|| / ||exact|| of CuPy arrays, in float64; NaN if y has one."""
     import cupy
 
     return float(cupy.linalg.norm(y.astype(np.float64) - exact) / cupy.linalg.norm(exact))
+
+
+PIECE = 1_048_573  # a prime, so that no two rows of a matrix are alike
+
+
+def normal(shape: tuple[int, int], *seed: int) -> Any:
+    """A CuPy float32 array of normal values: PIECE of them, drawn on the host, again and again.
+
+    To draw them all there would take seconds, and CuPy's own generators cuRAND, which cufp8 does not ask for.
+    """
+    import cupy
+
+    rng = np.random.Generator(np.random.SFC64(seed))
+    return cupy.resize(cupy.asarray(rng.standard_normal(PIECE, dtype=np.float32)), shape)

@@ -1,4 +1,4 @@
-"""The files results/<gpu>/<bench>.json: their format, and how a run joins what is already there.
+"""What a run leaves behind: the format of its JSON, how it joins what is already there, figures made of rows.
 
 Pure Python, no GPU. A file holds runs (one per session: date, versions, ceilings) and rows (one per
 contender of a problem). Measuring a problem again replaces that problem's rows and leaves the others,
@@ -14,8 +14,6 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-FOLDER = Path(__file__).resolve().parent / "results"
 
 BENCHES = (
     "linear",
@@ -53,6 +51,11 @@ ROW_FIELDS = (
     "note",
 )
 
+# The contenders for one dtype of x: ours in a graph, ours queued call by call, torch's.
+OURS = {"bfloat16": "cufp8", "float16": "cufp8-fp16"}
+EAGER = {"bfloat16": "cufp8-eager", "float16": "cufp8-eager-fp16"}
+TORCH = {"bfloat16": "torch-linear-bf16", "float16": "torch-linear-fp16"}
+
 Row = dict[str, Any]
 Results = dict[str, Any]
 
@@ -66,6 +69,29 @@ def folder_name(gpu: str) -> str:
 def problem(row: Row) -> tuple[Any, ...]:
     """What a group of contenders shares: (scheme, m, n, k)."""
     return row["scheme"], row["m"], row["n"], row["k"]
+
+
+def groups(rows: Iterable[Row]) -> list[dict[str, Row]]:
+    """Rows by problem and run, as contender -> row: everything in one of these may be compared."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault((row["run"], *problem(row)), {})[row["contender"]] = row
+    return list(found.values())
+
+
+def weight_bytes(row: Row) -> int:
+    """The fewest bytes of FP8 weight a call must read: codes and the float32 scales of the channels."""
+    return row["n"] * row["k"] + 4 * row["n"]
+
+
+def tb_s(row: Row) -> float:
+    """TB/s of weight bytes."""
+    return weight_bytes(row) / row["time_us"] / 1e6
+
+
+def microseconds(time_us: float) -> str:
+    """Three digits that mean something: 4.38, 31.0, 123."""
+    return f"{time_us:.{2 if time_us < 9.995 else 1 if time_us < 99.95 else 0}f}"
 
 
 def _order(row: Row) -> tuple[Any, ...]:
@@ -137,8 +163,8 @@ def save(path: Path, results: Results) -> None:
     os.replace(beside, path)
 
 
-def files(folder: Path = FOLDER) -> Iterator[tuple[str, str, Results]]:
-    """Every committed file as (GPU folder, bench, content), in a fixed order."""
+def files(folder: Path) -> Iterator[tuple[str, str, Results]]:
+    """Every file <gpu>/<bench>.json of a folder as (GPU folder, bench, content), in a fixed order."""
     for path in sorted(folder.glob("*/*.json")):
         results = load(path)
         assert results is not None
