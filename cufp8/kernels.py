@@ -356,7 +356,7 @@ def _wgmma_plan(target: Target, p: Problem) -> Launch:
     panels, shared = panels_split(p.n, p.k, target.sms)
     choices = {}
     for tokens, (step_ns, sums_ns) in _WGMMA_NS.items():
-        for tiles, split in {(panels, shared), *((narrow, split) for split in _CLUSTERED)}:
+        for tiles, split in dict.fromkeys([(panels, shared), *((narrow, split) for split in _CLUSTERED)]):
             blocks, room = tiles * _ceil(p.m, tokens) * split, int(target.sms * _CLUSTERED[split])
             if split == 1:
                 choices[tokens, tiles, split] = _ceil(blocks, room) * steps * step_ns
