@@ -1,6 +1,7 @@
 """Linear, FP8 weights and 16-bit x: cufp8 against F.linear and against the rivals that are installed.
 
-A cell is measured as `cufp8.bench.linear` says. A third of the cells is measured in float16 as well.
+A cell is measured as `cufp8.bench.linear` says. A third of the cells is measured in float16 as well. What the rivals
+run in the chosen cells is compiled before the first of them.
 """
 
 from __future__ import annotations
@@ -66,6 +67,12 @@ def group(bench: Any, n: int, k: int, m: int) -> dict[str, Any]:
     done = linear.cell(bench, n, k, m, names(n, k, m), builders)
     bench.write("linear", bench.rows(done, m, n, k))
     return done
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request: pytest.FixtureRequest) -> None:
+    chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
+    rivals.compile_ahead({(cell["n"], cell["k"], cell["m"]) for cell in chosen})
 
 
 @pytest.mark.parametrize(("n", "k", "m", "contender"), ENTRIES)

@@ -6,35 +6,46 @@ gives a Contender. What a rival leaves out is in the row's note.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
-from collections.abc import Callable
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from cufp8.bench.linear import Weights
 from cufp8.bench.measure import Contender
 
-# Humming compiles a kernel for each of these cells and gemlite tunes one, which takes far longer than to time it.
-SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
-ROWS = [1, 4, 16, 32, 64, 256]
+# gemlite compiles and times 12 to 22 kernels a cell. From M = 64 on it took longer than F.linear on an H200, so that
+# beyond it a few shapes are enough. Humming compiles seven kernels a shape for all M, FBGEMM none.
+FEW_SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
+# M that gemlite serves by one set of kernels, or by almost the same; those that compile longest first.
+GEMLITE_ROWS = [(16, 32), (4, 8), (64,), (128, 256), (1,), (2,)]
+GEMLITE_WARMUP_MS, GEMLITE_TUNING_MS = 5, 20  # of each kernel that it tries; Triton takes 25 and 100
+Cell = tuple[int, int, int]  # n, k, m
 
 
 def humming(weights: Weights, x: list[Any]) -> Contender:
     """Humming with one heuristic configuration for this m; it keeps the scales in bfloat16."""
     import torch
     from humming.layer import HummingLayer
-    from humming.tune import get_heuristics_config
 
     def make() -> list[Any]:
         layers = []
         for _ in range(weights.copies):
-            layer = HummingLayer(
-                shape_n=weights.n,
-                shape_k=weights.k,
-                weight_config={"dtype": "float8e4m3"},
-                torch_dtype=torch.bfloat16,
-            ).cuda()
+            with torch.device("cuda"):
+                layer = HummingLayer(
+                    shape_n=weights.n,
+                    shape_k=weights.k,
+                    weight_config={"dtype": "float8e4m3"},
+                    torch_dtype=torch.bfloat16,
+                )
             codes, scale = torch_codes(weights)
             layer.load_from_tensors({"weight": codes.view(torch.int32), "weight_scale": scale.to(torch.bfloat16)})
             layer.transform()
@@ -43,7 +54,7 @@ def humming(weights: Weights, x: list[Any]) -> Contender:
 
     layers = weights.kept("humming", make)
     m = len(x[0])
-    config = json.dumps(get_heuristics_config(layers[0].humming_config, shape_m=m))
+    config = _humming_tuning(layers[0].humming_config, m)
     buffers = [torch.empty((m, weights.n), dtype=torch.bfloat16, device="cuda") for _ in range(2)]
 
     def call(i: int) -> None:
@@ -52,21 +63,31 @@ def humming(weights: Weights, x: list[Any]) -> Contender:
     return Contender("humming", call, buffers, note={"scale_dtype": "bfloat16"})
 
 
+def _humming_tuning(layer_config: Any, m: int) -> str:
+    from humming.tune import get_heuristics_config
+
+    return json.dumps(get_heuristics_config(layer_config, shape_m=m))
+
+
 def gemlite(weights: Weights, x: list[Any]) -> Contender:
     """gemlite, which tunes itself in the first call of each shape."""
+    from gemlite.core import GEMLITE_TRITON_KERNELS
+    from triton.testing import do_bench
+
+    for kernel in GEMLITE_TRITON_KERNELS:
+        for tuner in kernel.kernel:
+            tuner._do_bench = partial(do_bench, warmup=GEMLITE_WARMUP_MS, rep=GEMLITE_TUNING_MS)
+    layers = weights.kept("gemlite", lambda: [_gemlite_layer(*torch_codes(weights)) for _ in range(weights.copies)])
+    note = {"tuning_ms": GEMLITE_TUNING_MS}
+    return Contender("gemlite", lambda i: layers[i % len(layers)](x[i % 2]), note=note)
+
+
+def _gemlite_layer(codes: Any, scale: Any) -> Any:
     import torch
     from gemlite.helper import A16W8_FP8
 
-    def make() -> list[Any]:
-        layers = []
-        for _ in range(weights.copies):
-            codes, scale = torch_codes(weights)
-            maker = A16W8_FP8(device="cuda:0", dtype=torch.bfloat16)
-            layers.append(maker.from_weights(codes.view(torch.float8_e4m3fn), None, scales=scale))
-        return layers
-
-    layers = weights.kept("gemlite", make)
-    return Contender("gemlite", lambda i: layers[i % len(layers)](x[i % 2]))
+    maker = A16W8_FP8(device="cuda:0", dtype=torch.bfloat16)
+    return maker.from_weights(codes.view(torch.float8_e4m3fn), None, scales=scale)
 
 
 def fbgemm(weights: Weights, x: list[Any]) -> Contender:
@@ -108,26 +129,100 @@ def _fbgemm_library() -> Path:
 
 
 class Rival(NamedTuple):
-    """A rival that takes FP8 weights: the package it comes from, the largest M it takes, its builder."""
+    """A rival that takes FP8 weights.
+
+    Attributes
+    ----------
+    package : str
+        What it is imported from.
+    largest_m, on_few_shapes : int
+        The largest M that is measured: on any shape, and on FEW_SHAPES.
+    build : callable
+    """
 
     package: str
     largest_m: int
+    on_few_shapes: int
     build: Callable[[Weights, list[Any]], Contender]
 
 
 RIVALS = {
-    "humming": Rival("humming", 2**31, humming),
-    "gemlite": Rival("gemlite", 2**31, gemlite),
-    "fbgemm": Rival("fbgemm_gpu", 4, fbgemm),
+    "humming": Rival("humming", 4096, 4096, humming),
+    "gemlite": Rival("gemlite", 64, 256, gemlite),
+    "fbgemm": Rival("fbgemm_gpu", 4, 4, fbgemm),
 }
 
 
 def present(n: int, k: int, m: int) -> list[str]:
     """The rivals of a cell that are installed; nothing is imported to find out."""
-    if (n, k) not in SHAPES or m not in ROWS:
-        return []
+    few = (n, k) in FEW_SHAPES
     return [
         name
         for name, rival in RIVALS.items()
-        if m <= rival.largest_m and importlib.util.find_spec(rival.package) is not None
+        if m <= (rival.on_few_shapes if few else rival.largest_m) and importlib.util.find_spec(rival.package)
     ]
+
+
+# --- compiling ahead -------------------------------------------------------------------------------------
+
+
+def compile_ahead(cells: Iterable[Cell]) -> None:
+    """Have the rivals' kernels for these cells compiled into their caches on disk, on all cores.
+
+    One after the other they take minutes. A kernel that fails here does so again in its cell, which then tells.
+    """
+    todo = jobs(cells)
+    if not todo:
+        return
+    # Processes, as much of Triton's compiler is Python.
+    workers = min(len(todo), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for job in [pool.submit(*one) for one in todo]:
+            if (wrong := job.exception()) is not None:
+                warnings.warn(f"compiling ahead: {wrong!r}", stacklevel=2)
+
+
+def jobs(cells: Iterable[Cell]) -> list[tuple[Callable[[int, int, list[int]], None], int, int, list[int]]]:
+    """What there is to compile: functions with n, k and rows, those that take longest first."""
+    rows: dict[tuple[str, int, int], set[int]] = {}
+    for n, k, m in cells:
+        for name in present(n, k, m):
+            rows.setdefault((name, n, k), set()).add(m)
+    todo = [(compile_humming, n, k, sorted(ms)) for (name, n, k), ms in rows.items() if name == "humming"]
+    for together in GEMLITE_ROWS:
+        for (name, n, k), ms in rows.items():
+            if name == "gemlite" and ms.intersection(together):
+                todo.append((compile_gemlite, n, k, sorted(ms.intersection(together))))
+    return todo
+
+
+def compile_humming(n: int, k: int, rows: list[int]) -> None:
+    import torch
+    from humming.kernel.humming import HummingKernel
+    from humming.layer import HummingLayer
+    from humming.transform import prepare_layer_config
+
+    with torch.device("meta"):
+        layer = HummingLayer(shape_n=n, shape_k=k, weight_config={"dtype": "float8e4m3"}, torch_dtype=torch.bfloat16)
+    config = prepare_layer_config(
+        n, k, weight_schema=layer.weight_schema, input_schema=layer.input_schema, torch_dtype=torch.bfloat16
+    )
+    for m in rows:
+        HummingKernel.prepare_kernels(config.to_str(), None, _humming_tuning(config, m))
+
+
+def compile_gemlite(n: int, k: int, rows: list[int]) -> None:
+    import torch
+    from triton.runtime.autotuner import Autotuner
+
+    def compile_only(tuner: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
+        for config in tuner.prune_configs(kwargs):
+            with contextlib.suppress(Exception):  # tuning passes over a kernel that does not compile
+                tuner.fn.warmup(*args, grid=grid, **kwargs, **config.all_kwargs())
+
+    codes = torch.empty((n, k), dtype=torch.uint8, device="cuda")
+    layer = _gemlite_layer(codes, torch.empty((n, 1), dtype=torch.float32, device="cuda"))
+    with mock.patch.object(Autotuner, "run", compile_only):
+        for m in rows:
+            layer(torch.empty((m, k), dtype=torch.bfloat16, device="cuda"))

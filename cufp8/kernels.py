@@ -100,9 +100,9 @@ class Problem:
 # and fail to compile if the size differs.
 # x codes scale bias y, strides of x and y, then m n k steps out panel wider split stages
 LINEAR_ARGS = struct.Struct("@PPPPPqqiiiiiiiiixxxx")
-# the same, then a tile's units, how many tiles have one more, where sums lie, early, and the tensor map of x
+# the same, then a tile's units, how many tiles have one more, ways, where sums lie, early, and the tensor map of x
 TENSOR_MAP_BYTES = 128
-TILE_ARGS = struct.Struct(f"{LINEAR_ARGS.format}iiii16x{TENSOR_MAP_BYTES}s")
+TILE_ARGS = struct.Struct(f"{LINEAR_ARGS.format}iiiii12x{TENSOR_MAP_BYTES}s")
 QUANTIZE_ARGS = struct.Struct("@PPPPqqqq")  # w codes scale status, strides n k, pitch, k
 STREAM_ARGS = struct.Struct("@PPqq")  # source, destination, 16-byte words, whether to store
 
@@ -200,11 +200,7 @@ GEMV_WARPS = 16
 
 
 def _gemv_serves(target: Target, p: Problem) -> bool:
-    # One token and one to three units a multiprocessor: there bulk_mma.cu takes longer to start than to read. us of a
-    # chain on an H200: 4096x4096 6.1 against 8.0, 4096x14336 18.0 / 19.7, 6144x4096 9.5 / 9.9; but 1024x8192 8.9 / 7.0,
-    # 8192x8192 20.2 / 18.9, 28672x8192 65 / 56.
-    few = p.m == 1 and not p.batch_invariant and target.sms < units_steps(p.n, p.k)[0] <= 3 * target.sms
-    return few or not (_tiles_serve(target, p) or _mma_serves(target, p))
+    return not (_async_serves(target, p) or _tiles_serve(target, p) or _mma_serves(target, p))
 
 
 def _gemv_plan(target: Target, p: Problem) -> Launch:
@@ -245,13 +241,61 @@ def _mma_plan(target: Target, p: Problem) -> Launch:
     return Launch(f"mma_sync_{p.x_dtype}_{tokens}", grid, 32 * MMA_WARPS)
 
 
+# --- async_mma.cu ----------------------------------------------------------------------------------------
+
+# tokens, units of a block -> steps of k that a warp has on their way
+_ASYNC_SHAPES = {(1, 1): 4, (8, 1): 4, (8, 2): 4, (16, 2): 2}
+
+
+def _async_entries(arch: Arch) -> tuple[str, ...]:
+    if not arch.bf16_mma:
+        return ()
+    return tuple(f"async_mma_{x}_{tokens}_{units}" for x in _mma_dtypes(arch) for tokens, units in _ASYNC_SHAPES)
+
+
+def _async_serves(target: Target, p: Problem) -> bool:
+    # us of a chain on an H200, against bulk_mma.cu. M = 1: 4096x4096 5.7 / 7.8, 4096x14336 14.0 / 19.6, 8192x8192
+    # 16.5 / 19.2, 151936x4096 140 / 154. M = 8: 4096x4096 6.2 / 7.9, 4096x14336 15.5 / 19.6, 8192x8192 17.4 / 19.4, but
+    # 14336x4096 17.0 / 17.0, 28672x8192 59.4 / 56.6: each block reads x again. M = 16: 4096x4096 7.6 / 8.0, 4096x14336
+    # 18.2 / 20.1, but 6144x4096 10.9 / 10.5.
+    arch, units = arch_of(target.arch), units_steps(p.n, p.k)[0]
+    if not (arch.bf16_mma and p.x_dtype in _mma_dtypes(arch) and p.aligned16) or p.batch_invariant:
+        return False
+    if p.m <= 8:
+        return p.m == 1 or units <= 4 * target.sms or not _tiles_serve(target, p)
+    return p.m <= 16 and target.sms < units <= 2 * target.sms
+
+
+def _async_plan(target: Target, p: Problem) -> Launch:
+    # us of a chain on an H200, M = 1, by 8 / by 16 warps: 4096x4096 5.7 / 6.3, 4096x14336 16.4 / 14.0, 1024x8192
+    # 7.1 / 4.7; M = 8, a block of one unit / of two: 4096x4096 6.2 / 8.0, 8192x8192 18.8 / 17.4.
+    units, steps = units_steps(p.n, p.k)
+    tokens = next(t for t, _ in _ASYNC_SHAPES if p.m <= t)
+    wide = 2 if tokens == 16 or (tokens == 8 and units > 2 * target.sms) else 1
+    group = _ASYNC_SHAPES[tokens, wide]
+    x_bytes = group * 160 if tokens == 1 else tokens * (group * 128 + 16)
+    warp_bytes = group * wide * UNIT * STEP + x_bytes
+    most = 12 if tokens == 16 else 16 if units <= target.sms or (tokens == 1 and steps >= 224) else 8
+    most = min(most, target.smem_bytes // warp_bytes)
+    groups = _ceil(steps, group)
+    warps = _ceil(groups, _ceil(groups, most))  # all with as many groups, or one fewer
+    smem_bytes = warps * warp_bytes
+    if tokens == 1 and units <= 3 * target.sms:
+        # Three blocks a multiprocessor, not four: 5.7 / 6.3 us at 4096x4096. The next kernel's reads delay this one's.
+        smem_bytes = max(smem_bytes, target.smem_bytes // 4)
+    name = f"async_mma_{p.x_dtype}_{tokens}_{wide}"
+    return Launch(name, (_ceil(units, wide), 1, 1), 32 * warps, smem_bytes=smem_bytes)
+
+
 # --- tiles.cuh: bulk_mma.cu, wgmma.cu --------------------------------------------------------------------
 
 TILE_MAX_UNITS, TILE_MAX_STAGES = 8, 16
 _TILE_THREADS = {256: 384}  # tokens of a block -> its threads, where they are not 320
 # kernel -> tokens of a block -> blocks whose registers fit a multiprocessor
-_TILES = {"bulk_mma": {8: 3, 16: 3, 32: 2, 64: 1}, "wgmma": {32: 2, 64: 2, 128: 1, 256: 1}}
-_OWN_SUMS = 64  # to so many tokens a cluster's sums have memory of their own
+_TILES = {"bulk_mma": {8: 2, 16: 2, 32: 2, 64: 1}, "wgmma": {32: 2, 64: 2, 128: 1, 256: 1}}
+_WARP_UNITS = {"bulk_mma": 2, "wgmma": 1}  # of a warp that multiplies
+_WAYS = {"bulk_mma": (8, 4, 2), "wgmma": (2, 1)}  # in which 8 warps may take turns at the stages, the most first
+_HELD = {"bulk_mma": 1, "wgmma": 3}  # stages that a way waits for before it gives the first of them back
 
 
 def _tile_defines(name: str) -> tuple[tuple[str, int], ...]:
@@ -268,69 +312,71 @@ def _tiles_serve(target: Target, p: Problem) -> bool:
 
 
 def tile_launch(
-    name: str,
-    target: Target,
-    p: Problem,
-    tokens: int,
-    tiles: int,
-    split: int = 1,
-    per_sm: int = 1,
-    fitting: int | None = None,
+    name: str, target: Target, p: Problem, tokens: int, tiles: int, split: int = 1, per_sm: int = 1
 ) -> Launch:
     """The launch of a kernel of tiles.cuh.
 
-    `tokens` of a block, `tiles` along n, `split` blocks that share k, `per_sm` blocks a multiprocessor, which take tile
-    after tile where there are more, and `fitting` blocks that divide shared memory, of this launch and the next.
+    `tokens` of a block, `tiles` along n, `split` blocks that share k, `per_sm` blocks a multiprocessor, of this launch
+    and the next; where there are more, they take tile after tile.
     """
-    fitting = min(fitting or 8, _TILES[name][tokens]) if target.smem_bytes >= 200 << 10 else 1
+    large = target.smem_bytes >= 200 << 10
+    fitting = min(per_sm, _TILES[name][tokens]) if large else 1
     tile, wider = divmod(units_steps(p.n, p.k)[0], tiles)
-    stage = tokens * STEP * 2 + (tile + (wider > 0)) * UNIT * STEP
-    sums = tokens * TILE_MAX_UNITS * UNIT * 4 if split > 1 else 0
-    own_sums = sums if tokens <= _OWN_SUMS else 0  # else the ring makes room
-    room = target.smem_bytes // fitting - 1024 - own_sums  # the system's own share of a block
-    stages = max(3, min(room // (stage + 16), TILE_MAX_STAGES))
+    most = tile + (wider > 0)
+    wanted = tiles * _ceil(p.m, tokens) * split
+    blocks = min(wanted, target.sms * fitting) if split == 1 else wanted
+    stage = tokens * STEP * 2 + most * UNIT * STEP
+    for ways in _WAYS[name]:
+        sums = tokens * _WARP_UNITS[name] * TILE_MAX_UNITS * UNIT * 4 if split * ways > 1 else 0
+        own = blocks < wanted or (split > 1 and tokens <= 64 and large) or (split == 1 and p.batch_invariant)
+        own_sums = sums if own else 0  # else they take the ring's place; where m must not matter, the ways must not
+        room = target.smem_bytes // fitting - 1024 - own_sums  # the system's own share of a block
+        stages = min(room // (stage + 16), TILE_MAX_STAGES) // ways * ways
+        enough = TILE_MAX_UNITS // ways * _WARP_UNITS[name] >= max(most, split)  # warps for the units and their sums
+        if enough and stages >= max(2, _HELD[name]) * ways:
+            break
+    else:
+        raise AssertionError(f"{name}: no room for {tokens} tokens, {most} units, {split} blocks on {target}")
     ring = stages * (stage + 16)
-    blocks = tiles * _ceil(p.m, tokens) * split
-    if split == 1:
-        blocks = min(blocks, target.sms * min(per_sm, fitting))
     early = blocks % target.sms == 0 and blocks <= target.sms * fitting and split <= 2
     return Launch(
         f"{name}_{p.x_dtype}_{tokens}", (blocks, 1, 1), _TILE_THREADS.get(tokens, 320), split, stages,
-        max(ring + own_sums, sums), (tile, wider, ring if own_sums else 0, early), tokens,
+        max(ring + own_sums, sums), (tile, wider, ways, ring if own_sums else 0, early), tokens,
     )  # fmt: skip
 
 
-def _few_tokens(target: Target, p: Problem, tokens: int) -> tuple[int, int, int, int]:
+def _few_tokens(target: Target, p: Problem) -> tuple[int, int, int]:
     """Tiles and what follows in `tile_launch`, where the weight's bytes decide: each multiprocessor reads as many."""
-    # us of a chain on an H200. 4096x4096, M = 8: 32 tiles x 8 blocks 8.0, 66 x 2 9.2; 8192x8192, M = 8: 66 x 2 19.1,
-    # 64 x 4 21.8; 28672x8192, M = 8: 264 tiles by 264 blocks 56, by 132 58; 151936x4096, M = 8: by 396 142, by 132 145.
-    units, steps = units_steps(p.n, p.k)
-    narrow = _ceil(units, TILE_MAX_UNITS)
-    if tokens <= 16 and target.sms < units <= 2 * target.sms:
-        return narrow, _split(steps, 8), 1, 3
-    panels, split = panels_split(p.n, p.k, target.sms)
-    return (panels, split, 3, 3) if narrow >= 8 * target.sms else (panels, split, 2, 2)
+    # us of a chain on an H200, M = 16: 4096x4096, 66 tiles x 2 blocks 8.0, 32 x 4 9.5; 28672x8192, 264 tiles by 264
+    # blocks 57, by 132 62.
+    return *panels_split(p.n, p.k, target.sms), 2
 
 
 def _bulk_entries(arch: Arch) -> tuple[str, ...]:
-    return _tile_entries("bulk_mma", arch) if arch.bulk else ()
+    # From sm_120 on shared memory has no room for the sums of 64 tokens.
+    entries = _tile_entries("bulk_mma", arch) if arch.bulk else ()
+    return tuple(e for e in entries if arch.cc < (12, 0) or not e.endswith("_64"))
 
 
 def _invariant(name: str, target: Target, p: Problem) -> Launch:
     """One split for any m, and tokens of a block among which a row's products and sums come in the same order."""
-    tokens = [t for t in _TILES[name] if t >= 32]
-    return tile_launch(name, target, p, next((t for t in tokens if p.m <= t), tokens[-1]), *_few_tokens(target, p, 32))
+    tiles, split, per_sm = _few_tokens(target, p)
+    narrow = 2 * _ceil(units_steps(p.n, p.k)[0], tiles) <= TILE_MAX_UNITS  # 256 tokens leave no room for two ways
+    most = 32 if name == "bulk_mma" else 128 if narrow else 256
+    tokens = next((t for t in _TILES[name] if t >= min(p.m, most) and t >= 32), most)
+    return tile_launch(name, target, p, tokens, tiles, split, per_sm)
 
 
 def _bulk_plan(target: Target, p: Problem) -> Launch:
     if p.batch_invariant:
         return _invariant("bulk_mma", target, p)
-    tokens = next((t for t in _TILES["bulk_mma"] if p.m <= t), 64)
-    return tile_launch("bulk_mma", target, p, tokens, *_few_tokens(target, p, tokens))
+    most = 64 if target.smem_bytes >= 200 << 10 else 32
+    tokens = next(t for t in _TILES["bulk_mma"] if t >= min(p.m, most))
+    return tile_launch("bulk_mma", target, p, tokens, *_few_tokens(target, p))
 
 
-# tokens of a block -> ns of a step of a tile; ns of adding up the sums of a cluster, on an H200
-_WGMMA_NS = {64: (310, 900), 128: (400, 2000), 256: (650, 6000)}
+# tokens of a block -> ns of a step of a tile, by one way and by two; ns of adding up the sums of a cluster. On an H200.
+_WGMMA_NS = {64: (310, 170, 900), 128: (400, 225, 2000), 256: (650, 500, 6000)}
 _CLUSTERED = {1: 1.0, 2: 1.0, 4: 120 / 132, 8: 112 / 132}  # of the multiprocessors that clusters of so many blocks fill
 
 
@@ -339,32 +385,33 @@ def _wgmma_entries(arch: Arch) -> tuple[str, ...]:
 
 
 def _wgmma_serves(target: Target, p: Problem) -> bool:
-    # us of a chain on an H200, M = 16, wgmma_32 against bulk_mma_16: 8192x8192 19.8 / 20.4, 14336x4096 17.4 / 18.4, but
-    # 4096x4096 10.0 / 8.6, 151936x4096 158 / 147.
-    units = units_steps(p.n, p.k)[0]
-    least = 9 if 3 * target.sms <= units < 64 * target.sms else 17
-    return arch_of(target.arch).wgmma and _tiles_serve(target, p) and (p.m >= least or p.batch_invariant)
+    # us of a chain on an H200, against bulk_mma.cu. M = 16: 14336x4096 18.2 / 17.6, 28672x8192 61 / 57; M = 32:
+    # 14336x4096 18.0 / 20.2, 28672x8192 59 / 66, but 4096x14336 22.1 / 21.0; M = 64: 4096x14336 23.3 / 27.5.
+    return arch_of(target.arch).wgmma and _tiles_serve(target, p) and (p.m > 16 or p.batch_invariant)
 
 
 def _wgmma_plan(target: Target, p: Problem) -> Launch:
     if p.batch_invariant:
         return _invariant("wgmma", target, p)
     if p.m <= 32:
-        return tile_launch("wgmma", target, p, 32, *_few_tokens(target, p, 32))
+        return tile_launch("wgmma", target, p, 32, *_few_tokens(target, p))
     units, steps = units_steps(p.n, p.k)
-    narrow = _ceil(units, TILE_MAX_UNITS)
-    panels, shared = panels_split(p.n, p.k, target.sms)
+    narrow, half = _ceil(units, TILE_MAX_UNITS), _ceil(units, TILE_MAX_UNITS // 2)
+    shapes = [panels_split(p.n, p.k, target.sms), *((tiles, split) for tiles in (narrow, half) for split in _CLUSTERED)]
     choices = {}
-    for tokens, (step_ns, sums_ns) in _WGMMA_NS.items():
-        for tiles, split in dict.fromkeys([(panels, shared), *((narrow, split) for split in _CLUSTERED)]):
+    for tokens, (*step_ns, sums_ns) in _WGMMA_NS.items():
+        for tiles, split in shapes:
+            step = step_ns[2 * _ceil(units, tiles) <= TILE_MAX_UNITS and split <= TILE_MAX_UNITS // 2]
             blocks, room = tiles * _ceil(p.m, tokens) * split, int(target.sms * _CLUSTERED[split])
             if split == 1:
-                choices[tokens, tiles, split] = _ceil(blocks, room) * steps * step_ns
+                choices[tokens, tiles, split] = _ceil(blocks, room) * steps * step
             elif blocks <= room and steps >= 4 * split:
-                choices[tokens, tiles, split] = _ceil(steps, split) * step_ns + sums_ns
+                choices[tokens, tiles, split] = _ceil(steps, split) * step + sums_ns
     # Of equals the panels, each with its own multiprocessor, where the weight's bytes decide; else the fewest tiles.
     tokens, tiles, split = min(choices, key=lambda c: (choices[c], -c[1] if p.m <= 64 else c[1]))
-    return tile_launch("wgmma", target, p, tokens, tiles, split, _TILES["wgmma"][tokens])
+    # Two blocks a multiprocessor hide the start of the next; but us at M = 64, 4096x14336, one / two: 23.3 / 30.1.
+    per_sm = 1 if 2 * _ceil(units, tiles) <= TILE_MAX_UNITS else 2
+    return tile_launch("wgmma", target, p, tokens, tiles, split, per_sm)
 
 
 @cache
@@ -379,7 +426,7 @@ def panels_split(n: int, k: int, sms: int) -> tuple[int, int]:
     if units <= sms:
         return narrow, _split(steps, 8)
     split = _split(steps, 2) if units <= 4 * sms else 1
-    clusters = max(1, sms // split)
+    clusters = max(1, sms // split) * (1 if narrow <= sms else 2)
     return min(units, clusters * _ceil(narrow, clusters)), split
 
 
@@ -443,6 +490,16 @@ KERNELS = (
         (),
         entries=_cublas_entries,
         serves=_cublas_serves,
+    ),
+    Kernel(
+        "async_mma",
+        "async_mma.cu",
+        LINEAR_ARGS,
+        (),
+        entries=_async_entries,
+        serves=_async_serves,
+        plan=_async_plan,
+        dynamic_smem=True,
     ),
     Kernel(
         "gemv",

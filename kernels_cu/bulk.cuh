@@ -12,8 +12,9 @@ struct Place {
     int slot = 0;
     uint32_t parity = 0;
 
-    __device__ __forceinline__ void advance(int stages) {
-        if (++slot == stages) slot = 0, parity ^= 1;
+    __device__ __forceinline__ void advance(int stages, int by = 1) {
+        slot += by;
+        if (slot >= stages) slot -= stages, parity ^= 1;
     }
 };
 
@@ -54,13 +55,14 @@ __device__ __forceinline__ void cp_async_bulk(void *to, const void *from, uint32
                  : "memory");
 }
 
-// 16 bytes; then, counted by the barrier as one of its arrivals when all such copies of this thread before it have
-// landed.
+// 16 bytes.
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-__device__ __forceinline__ void cp_async_mbarrier_arrive(uint64_t *barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
+// The copies since the last commit are a group; returns when all but the youngest COUNT groups of this thread have landed.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int COUNT> __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(COUNT) : "memory");
 }
 
 // A box of a two-dimensional tensor map, its corner at `column` and `row`.
@@ -83,24 +85,16 @@ __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() { cluster_arrive(), cluster_wait(); }
 
-// The same without an order of memory: for blocks that only must not leave yet.
-__device__ __forceinline__ void cluster_stay() {
-    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ float ld_shared_cluster(const float *p, uint32_t rank) {
-    uint32_t there;
-    float v;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem_address(p)), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there));
-    return v;
-}
-
-__device__ __forceinline__ void st_shared_cluster(const float4 *p, uint32_t rank, const float4 &v) {
+// Where this block's `p` lies in the block of that rank.
+__device__ __forceinline__ uint32_t mapa(const void *p, uint32_t rank) {
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem_address(p)), "r"(rank));
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(v.x), "f"(v.y), "f"(v.z),
-                 "f"(v.w)
+    return there;
+}
+
+__device__ __forceinline__ void st_shared_cluster(uint32_t to, const float (&v)[4]) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]),
+                 "f"(v[3])
                  : "memory");
 }
 

@@ -31,6 +31,22 @@ static_assert(sizeof(LinearArgs) == LINEAR_ARGS_BYTES, "LinearArgs and kernels.L
 // there is k = 16 * j + 8 * h + 2 * (l % 4) + e. Past n and k: zeros.
 constexpr int UNIT = 16, STEP = 64, TILE_BYTES = UNIT * STEP;
 
+// What a lane needs of a tile in shared memory: codes of two channels. `lane`: the tile's first byte + 16 * lane.
+struct Codes {
+    uint4 low = {}, high = {};
+
+    Codes() = default;
+    __device__ __forceinline__ explicit Codes(const uint8_t *lane)
+        : low(*reinterpret_cast<const uint4 *>(lane)), high(*reinterpret_cast<const uint4 *>(lane + TILE_BYTES / 2)) {}
+
+    // A of product j along k.
+    template <class X> __device__ __forceinline__ uint4 operand(int j) const {
+        const uint32_t lo = word(low, j), hi = word(high, j);
+        return make_uint4(X::template from_codes<0>(lo), X::template from_codes<0>(hi), X::template from_codes<1>(lo),
+                          X::template from_codes<1>(hi));
+    }
+};
+
 __device__ __forceinline__ int unit_count(const LinearArgs &a) { return (a.n + UNIT - 1) / UNIT; }
 
 // Where a panel's codes begin.
@@ -63,8 +79,9 @@ __device__ __forceinline__ void store_y(void *y, int64_t i, float v, int out) {
 
 // What a channel's sums need: two reads of weights, so they may come before wait_for_previous().
 struct Finish {
-    float scale, bias;
+    float scale = 0.0f, bias = 0.0f;
 
+    Finish() = default;
     __device__ __forceinline__ Finish(const LinearArgs &a, int channel)
         : scale(channel < a.n ? a.scale[channel] : 0.0f), bias(channel < a.n && a.bias ? a.bias[channel] : 0.0f) {}
 

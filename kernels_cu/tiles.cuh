@@ -3,9 +3,11 @@
 // codes of a tile of at most 8 units by bulk copies, x of TOKENS tokens by a tensor map, zeros past m and k.
 // Grid: clusters of a.split blocks that share k. A cluster takes tile after tile, gridDim.x / a.split apart (one, if it
 // has more than one block): groups of TOKENS within a band of BAND groups first, then along n, then bands.
-// Block: 8 warps that multiply, a unit each, one that copies codes and one that copies x.
-// Shared memory, dynamic: a.stages x {x [TOKENS][128 bytes], codes [units][1 KiB]}, the barriers; with a.split > 1 the
-// sums of a cluster, [a.split][8 / a.split units][TOKENS / 8][32 lanes] float4, after them or in the ring's place.
+// Block: 8 warps that multiply, one that copies codes and one that copies x. The 8 are a.ways times as many as a tile
+// needs at UNITS units a warp: the ways take the stages in turn, and add up their sums.
+// Shared memory, dynamic: a.stages x {x [TOKENS][128 bytes], codes [units][1 KiB]}, the barriers; where several blocks or
+// ways share k their sums of this block's part of the units, [a.split * a.ways][8 * UNITS / (a.split * a.ways) units]
+// [TOKENS / 8][32 lanes] float4, after them or in the ring's place.
 // In x the 16-byte pieces of a row are exchanged: piece p of row r lies at p ^ (r % 8), as a tensor map with a swizzle of
 // 128 bytes leaves them. Sums are fragments of mma.cuh, 16 channels by 8 tokens.
 #pragma once
@@ -17,7 +19,8 @@ struct TileArgs {
     LinearArgs linear;
     int tile;  // units of a tile
     int wider; // the first so many tiles have one more
-    int sums;  // where in shared memory the sums of a cluster lie
+    int ways;  // a divisor of the stages
+    int sums;  // where in shared memory the sums of a cluster and its ways lie
     int early; // the next kernel may start with this one; else when the one before is done
     alignas(64) uint8_t x_map[128];
 };
@@ -30,18 +33,6 @@ constexpr int MATH_WARPS = 8, CODES_WARP = 8, X_WARP = 9, BAND = 4;
 template <int TOKENS> constexpr bool GIVES_REGISTERS = TOKENS > 128;
 template <int TOKENS> constexpr int THREADS = 32 * MATH_WARPS + (GIVES_REGISTERS<TOKENS> ? 128 : 64);
 
-// What a lane needs of a unit and a step: codes of two channels.
-struct Codes {
-    uint4 low = {}, high = {};
-
-    // A of product j along k.
-    template <class X> __device__ __forceinline__ uint4 operand(int j) const {
-        const uint32_t lo = word(low, j), hi = word(high, j);
-        return make_uint4(X::template from_codes<0>(lo), X::template from_codes<0>(hi), X::template from_codes<1>(lo),
-                          X::template from_codes<1>(hi));
-    }
-};
-
 template <int TOKENS> struct Ring {
     static constexpr int X_BYTES = TOKENS * STEP * 2; // of a stage
 
@@ -52,10 +43,11 @@ template <int TOKENS> struct Ring {
     __device__ __forceinline__ uint8_t *x(int slot) const { return base + slot * stage_bytes; }
     __device__ __forceinline__ uint8_t *tile(int slot, int unit) const { return x(slot) + X_BYTES + unit * TILE_BYTES; }
     __device__ __forceinline__ Codes codes(int slot, int unit, int lane) const {
-        const uint4 *from = reinterpret_cast<const uint4 *>(tile(slot, unit)) + lane;
-        return {from[0], from[32]};
+        return Codes(tile(slot, unit) + lane * 16);
     }
 };
+
+__device__ __forceinline__ void sync_math_warps() { asm volatile("bar.sync 1, %0;" ::"n"(32 * MATH_WARPS) : "memory"); }
 
 // Where a tile lies.
 template <int TOKENS> struct Tile {
@@ -103,33 +95,36 @@ __device__ __forceinline__ void store_fragment(const LinearArgs &a, int token, i
     }
 }
 
-// Product::add(sum, ring, unit, at, steps): a warp adds up the sums of its unit over `steps` stages, from `at` on; it
-// waits for each at `full` and arrives at `empty` when it has read it.
+// Product::add(sum, ring, unit, at, step, steps, ways): a warp adds up the sums of its UNITS units over every `ways`-th step
+// from `step` on, whose stage is `at`. It waits for each at `full` and arrives at `empty` when it has read it.
 template <class Product> __device__ __forceinline__ void tiles(const TileArgs &args) {
-    constexpr int TOKENS = Product::TOKENS, TOKEN_TILES = TOKENS / 8, X_BYTES = Ring<TOKENS>::X_BYTES;
-    constexpr bool OWN_SUMS = TOKENS <= 64; // kernels.tile_launch: the sums of a cluster have memory of their own
+    constexpr int TOKENS = Product::TOKENS, UNITS = Product::UNITS, TOKEN_TILES = TOKENS / 8;
+    constexpr int X_BYTES = Ring<TOKENS>::X_BYTES;
     extern __shared__ __align__(1024) uint8_t memory[];
     const LinearArgs &a = args.linear;
 
     // Taken from lane 0: the compiler then knows that a whole warp goes one way.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int ways = args.ways, groups = MATH_WARPS / ways;
+    const bool own_sums = args.sums; // else they take the ring's place
     const int split = a.split, rank = split > 1 ? cluster_ctarank() : 0;
     const int first_tile = split > 1 ? blockIdx.x / split : blockIdx.x, tile_count = Tile<TOKENS>::count(args);
     const int first_step = split > 1 ? int(int64_t(a.steps) * rank / split) : 0;
     const int steps = split > 1 ? int(int64_t(a.steps) * (rank + 1) / split) - first_step : a.steps;
+    // Stages of a tile, a multiple of the ways: a step's way does not depend on the tiles before. The last may be empty.
+    const int padded = (steps + ways - 1) & -ways;
     Ring<TOKENS> ring{memory, X_BYTES + (args.tile + (args.wider > 0)) * TILE_BYTES, a.stages};
     ring.full = reinterpret_cast<uint64_t *>(memory + ring.stages * ring.stage_bytes);
     ring.empty = ring.full + ring.stages;
 
     if (threadIdx.x == 32 * MATH_WARPS) {
-        for (int i = 0; i < ring.stages; ++i)
-            mbarrier_init(ring.full + i, 2), mbarrier_init(ring.empty + i, MATH_WARPS);
+        for (int i = 0; i < ring.stages; ++i) mbarrier_init(ring.full + i, 2), mbarrier_init(ring.empty + i, groups);
         fence_mbarrier_init();
     }
     __syncthreads(); // the barriers are ready
     // Early only where all blocks find room at once: a third kernel would else take that of some of this one's.
     if (args.early) let_next_start();
-    if (OWN_SUMS && split > 1) cluster_arrive();
+    if (own_sums && split > 1) cluster_arrive();
 
     Place at;
     if (warp >= MATH_WARPS) {
@@ -147,11 +142,13 @@ template <class Product> __device__ __forceinline__ void tiles(const TileArgs &a
                 }
                 const uint8_t *from = panel_codes(a, panel_unit) + (int64_t(first_step) * width + within) * TILE_BYTES;
                 const int to = panel_unit + within - tile.unit;
-                for (int step = 0; step < steps; ++step) {
+                for (int step = 0; step < padded; ++step) {
+                    const bool real = step < steps;
                     mbarrier_wait(ring.empty + at.slot, at.parity ^ 1); // all have read what it held
-                    if (lane == 0) mbarrier_arrive_expect_tx(ring.full + at.slot, tile.units * TILE_BYTES);
+                    if (lane == 0) mbarrier_arrive_expect_tx(ring.full + at.slot, real ? tile.units * TILE_BYTES : 0);
                     __syncwarp(); // the barrier knows what it waits for
-                    if (mine) cp_async_bulk(ring.tile(at.slot, to), from, mine * TILE_BYTES, ring.full + at.slot);
+                    if (real && mine)
+                        cp_async_bulk(ring.tile(at.slot, to), from, mine * TILE_BYTES, ring.full + at.slot);
                     from += width * TILE_BYTES;
                     at.advance(ring.stages);
                 }
@@ -161,19 +158,21 @@ template <class Product> __device__ __forceinline__ void tiles(const TileArgs &a
             if (!args.early) let_next_start();
             for (int index = first_tile; index < tile_count; index += gridDim.x) {
                 const Tile<TOKENS> tile(args, index);
-                for (int step = 0; step < steps; ++step) {
+                for (int step = 0; step < padded; ++step) {
+                    const bool real = step < steps;
                     mbarrier_wait(ring.empty + at.slot, at.parity ^ 1); // all have read what it held
                     if (lane == 0) {
-                        mbarrier_arrive_expect_tx(ring.full + at.slot, X_BYTES);
-                        cp_async_bulk_tensor(ring.x(at.slot), args.x_map, (first_step + step) * STEP, tile.token,
-                                             ring.full + at.slot);
+                        mbarrier_arrive_expect_tx(ring.full + at.slot, real ? X_BYTES : 0);
+                        if (real)
+                            cp_async_bulk_tensor(ring.x(at.slot), args.x_map, (first_step + step) * STEP, tile.token,
+                                                 ring.full + at.slot);
                     }
                     at.advance(ring.stages);
                 }
             }
         }
         if (split > 1) {
-            if (!OWN_SUMS) cluster_arrive();
+            if (!own_sums) cluster_arrive();
             cluster_wait();
             cluster_sync();
         }
@@ -182,43 +181,61 @@ template <class Product> __device__ __forceinline__ void tiles(const TileArgs &a
     }
 
     if constexpr (GIVES_REGISTERS<TOKENS>) setmaxnreg_inc<232>();
+    const int way = warp / groups, unit = warp % groups * UNITS; // within the tile
+    at.slot = way;
+    // Each block of a cluster adds up `own` of the units, in the order of the parts of k; several warps share a unit's
+    // tokens.
+    const int parts = split * ways, own = groups * UNITS / split, pieces = own * TOKEN_TILES;
+    const bool shared = UNITS > 1 || parts > 1; // UNITS > 1: kernels.tile_launch gives several ways
+    float4 *sums = reinterpret_cast<float4 *>(memory + args.sums) + lane;
     for (int index = first_tile; index < tile_count; index += gridDim.x) {
         const Tile<TOKENS> tile(args, index);
-        const int channel = (tile.unit + warp) * UNIT;
-        const bool real = warp < tile.units; // else any codes do: the sums go nowhere
-        const Finish finish[2] = {Finish(a, channel + lane / 4), Finish(a, channel + lane / 4 + 8)};
-        float sum[TOKEN_TILES][4] = {};
-        Product::add(sum, ring, real ? warp : 0, at, steps);
-        if (split == 1) {
-            wait_for_previous(); // before the first write of y
-            if (real)
+        const int my_unit = shared ? rank * own + warp % own : unit, my_channel = (tile.unit + my_unit) * UNIT;
+        int real[UNITS]; // past the tile any codes do: the sums go nowhere
 #pragma unroll
-                for (int t = 0; t < TOKEN_TILES; ++t) store_fragment(a, tile.token + 8 * t, channel, sum[t], finish);
+        for (int u = 0; u < UNITS; ++u) real[u] = min(unit + u, tile.units - 1);
+        float sum[UNITS][TOKEN_TILES][4] = {};
+        Product::add(sum, ring, real, at, way, steps, ways);
+        const Finish finish[2] = {Finish(a, my_channel + lane / 4), Finish(a, my_channel + lane / 4 + 8)};
+        if (padded - ways + way >= steps && index + int(gridDim.x) < tile_count) { // an empty stage, then another tile
+            mbarrier_wait(ring.full + at.slot, at.parity);
+            if (lane == 0) mbarrier_arrive(ring.empty + at.slot);
+            at.advance(ring.stages, ways);
+        }
+        if (!shared) {
+            wait_for_previous(); // before the first write of y
+            if (my_unit < tile.units)
+#pragma unroll
+                for (int t = 0; t < TOKEN_TILES; ++t)
+                    store_fragment(a, tile.token + 8 * t, my_channel, sum[0][t], finish);
             continue;
         }
 
-        // Each block of the cluster adds up `own` of the units, in the order of the parts of k; `split` warps share a
-        // unit's tokens.
-        const int own = MATH_WARPS / split, pieces = own * TOKEN_TILES, my_unit = rank * own + warp % own;
-        const int my_channel = (tile.unit + my_unit) * UNIT;
-        const Finish my_finish[2] = {Finish(a, my_channel + lane / 4), Finish(a, my_channel + lane / 4 + 8)};
-        float4 *sums = reinterpret_cast<float4 *>(memory + args.sums) + lane;
-        if (!OWN_SUMS) cluster_arrive();
-        cluster_wait(); // the other blocks have begun or, without memory of their own for sums, read all their stages
+        if (split > 1) {
+            if (!own_sums) cluster_arrive();
+            cluster_wait(); // the other blocks have begun or, without memory of their own for sums, read all their stages
+        } else if (!own_sums || index != first_tile)
+            sync_math_warps(); // all stages, or the sums of the tile before, have been read
 #pragma unroll
-        for (int t = 0; t < TOKEN_TILES; ++t)
-            st_shared_cluster(sums + (rank * pieces + warp % own * TOKEN_TILES + t) * 32, warp / own,
-                              make_float4(sum[t][0], sum[t][1], sum[t][2], sum[t][3]));
-        cluster_sync(); // all parts of this block's units are here
-        wait_for_previous();
+        for (int u = 0; u < UNITS; ++u) {
+            const float4 *to = sums + ((rank * ways + way) * own + (unit + u) % own) * TOKEN_TILES * 32;
+            const uint32_t there = mapa(to, (unit + u) / own);
+#pragma unroll
+            for (int t = 0; t < TOKEN_TILES; ++t) st_shared_cluster(there + t * 512, sum[u][t]);
+        }
+        if (split > 1)
+            cluster_sync(); // all parts of this block's units are here
+        else
+            sync_math_warps();
+        wait_for_previous(); // before the first write of y
         if (my_unit < tile.units)
-            for (int t = warp / own; t < TOKEN_TILES; t += split) {
+            for (int t = warp / own; t < TOKEN_TILES; t += MATH_WARPS / own) {
                 float total[4] = {};
-                for (int part = 0; part < split; ++part) {
+                for (int part = 0; part < parts; ++part) {
                     const float4 v = sums[(part * pieces + warp % own * TOKEN_TILES + t) * 32];
                     total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
                 }
-                store_fragment(a, tile.token + 8 * t, my_channel, total, my_finish);
+                store_fragment(a, tile.token + 8 * t, my_channel, total, finish);
             }
     }
 }

@@ -13,41 +13,43 @@ template <class X> struct Operands {
 
 template <class X_, int TOKENS_> struct WarpGroups {
     using X = X_;
-    static constexpr int TOKENS = TOKENS_;
+    static constexpr int TOKENS = TOKENS_, UNITS = 1;
 
     // While the products of a step run, the codes of the next are converted and those of the one after it loaded.
-    static __device__ __forceinline__ void add(float (&sum)[TOKENS / 8][4], const Ring<TOKENS> &ring, int unit,
-                                               Place &at, int steps) {
+    static __device__ __forceinline__ void add(float (&sums)[UNITS][TOKENS / 8][4], const Ring<TOKENS> &ring,
+                                               const int (&unit)[UNITS], Place &at, int step, int steps, int ways) {
         constexpr bool TIGHT = TOKENS == 64; // registers: load when the operands before are free
+        if (step >= steps) return;
+        float (&sum)[TOKENS / 8][4] = sums[0];
         const int lane = threadIdx.x % 32;
         const uint64_t x = wgmma_descriptor(smem_address(ring.base));
         mbarrier_wait(ring.full + at.slot, at.parity);
-        Operands<X> now{ring.codes(at.slot, unit, lane)};
-        Place next = at;
-        next.advance(ring.stages);
+        Operands<X> now{ring.codes(at.slot, unit[0], lane)};
+        Place ahead = at;
+        ahead.advance(ring.stages, ways);
         Codes loaded{};
         const auto load = [&] {
-            mbarrier_wait(ring.full + next.slot, next.parity);
-            loaded = ring.codes(next.slot, unit, lane);
+            mbarrier_wait(ring.full + ahead.slot, ahead.parity);
+            loaded = ring.codes(ahead.slot, unit[0], lane);
         };
-        if (steps > 1) load();
+        if (step + ways < steps) load();
 #pragma unroll 2
-        for (int step = 0; step < steps; ++step) {
+        for (; step < steps; step += ways) {
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < STEP / 16; ++j)
                 Wgmma<X, TOKENS>::m64k16(sum, now.k16[j], x + (at.slot * ring.stage_bytes >> 4) + 2 * j);
             wgmma_commit();
             const Operands<X> converted{loaded};
-            next.advance(ring.stages);
-            if (!TIGHT && step + 2 < steps) load();
+            ahead.advance(ring.stages, ways);
+            if (!TIGHT && step + 2 * ways < steps) load();
             wgmma_wait();
 #pragma unroll
             for (int j = 0; j < STEP / 16; ++j) wgmma_read(now.k16[j]);
             if (lane == 0) mbarrier_arrive(ring.empty + at.slot); // this warp has read the stage
-            at.advance(ring.stages);
+            at.advance(ring.stages, ways);
             now = converted;
-            if (TIGHT && step + 2 < steps) load();
+            if (TIGHT && step + 2 * ways < steps) load();
         }
     }
 };

@@ -511,11 +511,42 @@ def test_a_third_of_the_cells_is_measured_in_float16() -> None:
             assert linear.dtype_of(name) == ("float16" if "fp16" in name else "bfloat16")
 
 
-def test_rivals_are_measured_where_they_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all rivals were."""
     monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: name)
-    assert rivals.present(4096, 4096, 1) == ["humming", "gemlite", "fbgemm"]
-    assert rivals.present(4096, 4096, 64) == ["humming", "gemlite"]
-    assert rivals.present(4096, 4096, 4096) == rivals.present(151936, 4096, 1) == []
+
+
+@pytest.mark.usefixtures("installed")
+def test_rivals_are_measured_where_they_make_sense() -> None:
+    for n, k in bench_linear.SHAPES:
+        assert rivals.present(n, k, 1) == ["humming", "gemlite", "fbgemm"]
+        assert rivals.present(n, k, 64) == ["humming", "gemlite"]
+        assert rivals.present(n, k, 256) == ["humming", "gemlite"][: 1 + ((n, k) in rivals.FEW_SHAPES)]
+        assert rivals.present(n, k, 4096) == ["humming"]
+    assert set(rivals.FEW_SHAPES) < set(bench_linear.SHAPES)
+
+
+@pytest.mark.usefixtures("installed")
+def test_all_that_rivals_compile_is_compiled_ahead_and_once() -> None:
+    cells = {(n, k, m) for n, k in bench_linear.SHAPES for m in bench_linear.ROWS}
+    todo = rivals.jobs(cells)
+    for name, compiles in (("humming", rivals.compile_humming), ("gemlite", rivals.compile_gemlite)):
+        found = [(n, k, m) for one, n, k, rows in todo if one is compiles for m in rows]
+        assert len(set(found)) == len(found)
+        assert set(found) == {cell for cell in cells if name in rivals.present(*cell)}
+    assert rivals.jobs({(4096, 4096, 8), (4096, 4096, 4)}) == [
+        (rivals.compile_humming, 4096, 4096, [4, 8]),
+        (rivals.compile_gemlite, 4096, 4096, [4, 8]),
+    ]
+
+
+def test_compiling_ahead_takes_processes_and_tells_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rivals, "jobs", lambda cells: [])
+    rivals.compile_ahead([(4096, 4096, 1)])
+    monkeypatch.setattr(rivals, "jobs", lambda cells: [(os.getpid,), (int, "no number"), (os.getpid,)])
+    with pytest.warns(UserWarning, match="compiling ahead: ValueError.*no number"):
+        rivals.compile_ahead([(4096, 4096, 1)])
 
 
 class _HostSession:

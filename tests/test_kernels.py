@@ -8,6 +8,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ LIMITS = {
     "sm_121a": (99 * KIB, 48, 48),
 }
 SIZES = (1, 16, 33, 1000, 4096, 4097, 14_336, 50_257, 20_000_000)
+CHANNELS = (*SIZES, 2112, 8448)  # also between one, two and four units a multiprocessor
 TOKENS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 1000, 300_000, 5_000_000)
 GRID_X, GRID_YZ = 2**31 - 1, 65_535  # CUDA's limits, from compute capability 3.0 on
 
@@ -46,7 +48,7 @@ def targets(arch: str) -> list[Target]:
 def problems(x_dtype: str) -> list[Problem]:
     return [
         Problem("FP8A16", (1, k), x_dtype, out, m, n, k, aligned16=aligned, captured=captured)
-        for m, n, k in itertools.product(TOKENS, SIZES, SIZES)
+        for m, n, k in itertools.product(TOKENS, CHANNELS, SIZES)
         if n * k < 2**37
         for out in ({x_dtype, "float32"} if (m, n, k) == (8, 16, 33) else {x_dtype})
         for aligned in ((True, False) if k * FLOATS[x_dtype].itemsize % 16 == 0 else (False,))
@@ -54,13 +56,19 @@ def problems(x_dtype: str) -> list[Problem]:
     ]
 
 
+def numbers_of(launch: Launch) -> tuple[int, ...]:
+    """The numbers at the end of a kernel's name."""
+    return tuple(int(number) for number in re.search(r"(_\d+)+$", launch.entry).group()[1:].split("_"))
+
+
 def tokens_of(launch: Launch) -> int:
     """Tokens of a block, by the kernel's name."""
-    return int(launch.entry.rsplit("_", 1)[1])
+    return numbers_of(launch)[0]
 
 
 SERVING = [row for row in KERNELS if row.linear]
-TENSOR = {"mma_sync", "bulk_mma", "wgmma"}  # rows on tensor cores
+MAX_ASYNC_WARPS = 16
+TENSOR = {"mma_sync", "async_mma", "bulk_mma", "wgmma"}  # rows on tensor cores
 CASES = list(itertools.product(ARCHS, FLOATS))
 
 
@@ -118,14 +126,43 @@ def test_every_output_has_a_block_and_no_block_is_idle(arch: str, x_dtype: str) 
             if row.plan is None or row.name in kernels._TILES:
                 continue
             launch = row.plan(target, p)
-            tokens = tokens_of(launch)
-            most = {"gemv": 1, "mma_sync": kernels._MMA_SHAPES.get(tokens)}[row.name]  # units of a block
+            tokens, *rest = numbers_of(launch)
+            shapes = {"gemv": 1, "mma_sync": kernels._MMA_SHAPES.get(tokens), "async_mma": rest and rest[0]}
+            most = shapes[row.name]  # units of a block
             x, y, z = launch.grid
             units = kernels.units_steps(p.n, p.k)[0]
-            assert x <= units <= x * most, (p, launch)
+            assert (x - 1) * most < units <= x * most, (p, launch)
+            if row.name == "async_mma":
+                check_async_launch(target, p, launch)
             assert p.m <= y * z * tokens, (p, launch)
             assert y * (z - 1) * tokens < p.m, (p, launch)
             assert launch.split == 1 and not launch.fields and not launch.box, (p, launch)
+
+
+def test_async_mma_has_the_tables_numbers() -> None:
+    text = (Path(__file__).parent.parent / "kernels_cu" / "async_mma.cu").read_text()
+    assert f"MAX_WARPS = {MAX_ASYNC_WARPS};" in text and "GROUP = TOKENS > 8 ? 2 : 4;" in text
+
+
+def check_async_launch(target: Target, p: Problem, launch: Launch) -> None:
+    """What async_mma.cu takes for granted."""
+    what = target, p, launch
+    tokens, units = numbers_of(launch)
+    warps, steps = launch.block // 32, kernels.units_steps(p.n, p.k)[1]
+    assert p.m <= tokens and (tokens, units) in kernels._ASYNC_SHAPES and launch.grid[1:] == (1, 1), what
+    group = kernels._ASYNC_SHAPES[tokens, units]
+    assert group == (2 if tokens > 8 else 4), what
+    assert 1 <= warps <= MAX_ASYNC_WARPS and launch.block == 32 * warps, what
+    assert launch.block % (16 * units) == 0, what  # a thread stores one channel alone
+    # for (group = warp; group < groups; group += warps): each warp has one, and none has two more than another.
+    groups = -(-steps // group)
+    shares = [len(range(warp, groups, warps)) for warp in range(warps)]
+    assert sum(shares) == groups and 1 <= min(shares) and max(shares) <= min(shares) + 1, what
+    # Shared memory: of each warp the codes of a group, then its x; in the end the sums of all warps in their place.
+    mine = group * units * 1024 + (group * 160 if tokens == 1 else tokens * (group * 128 + 16))
+    assert mine % 16 == 0 and warps * mine <= launch.smem_bytes <= target.smem_bytes, what
+    sums = warps * units * 16 * 4 if tokens == 1 else warps * units * (tokens // 8) * 32 * 16
+    assert sums <= launch.smem_bytes, what
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -175,19 +212,26 @@ def test_rows_get_only_what_they_can_do(arch: str, x_dtype: str) -> None:
     for target, p in itertools.product(targets(arch), problems(x_dtype)):
         name = pick(target, p).name
         if p.m == 1:
-            assert name in ("gemv", "bulk_mma"), p
+            assert name == ("async_mma" if arch != "sm_75" and x_dtype != "float32" and p.aligned16 else "gemv"), p
         if not p.aligned16:
-            assert name not in kernels._TILES, p  # a tensor map wants rows on 16 bytes
+            assert name != "async_mma" and name not in kernels._TILES, p  # they copy 16 bytes of x, or more
+        if name == "async_mma":
+            assert p.m <= 16, p
+        if name == "wgmma":
+            assert p.m > 16, p
+        if name == "gemv":  # what no other row can
+            assert not any(row.serves(target, p) for row in SERVING if row.name not in ("gemv", "cublas")), p
         if x_dtype == "float32" or (x_dtype, arch) == ("bfloat16", "sm_75"):
             assert name not in TENSOR, p
 
 
 @pytest.mark.parametrize(("arch", "x_dtype"), CASES)
 def test_what_does_not_depend_on_m_is_served_alike(arch: str, x_dtype: str) -> None:
-    """Batch invariant: one row, one kind of kernel, one split of k for all numbers of tokens, captured or not."""
-    for target in targets(arch):
-        for n, k, aligned16 in itertools.product((1, 1000, 4096, 50_257), (8, 1000, 1024, 4096), (True, False)):
-            seen = set()
+    """Batch invariant: one row, one kind of kernel, one way to add up k for all numbers of tokens, captured or not."""
+    sizes = (1, 1000, 2112, 4096, 50_257), (8, 384, 448, 1000, 1024, 4096), (True, False)
+    for target in [*targets(arch), *(dataclasses.replace(target, sms=1) for target in targets(arch)[:1])]:
+        for n, k, aligned16 in itertools.product(*sizes):
+            seen = {}
             for m, captured in itertools.product(TOKENS, (True, False)):
                 p = Problem("FP8A16", (1, k), x_dtype, x_dtype, m, n, k, aligned16, True, captured)
                 row = pick(target, p)
@@ -196,7 +240,11 @@ def test_what_does_not_depend_on_m_is_served_alike(arch: str, x_dtype: str) -> N
                 if row.name in kernels._TILES:
                     check_tile_launch(target, p, launch)
                     assert tokens_of(launch) >= 32, (p, launch)  # fewer add up k in two sums
-                seen.add((row.name, launch.split))
+                    args = tile_fields(launch)
+                    seen.setdefault((row.name, launch.split, args["ways"], args["tile"], args["wider"]), m)
+                else:
+                    assert row.name in ("gemv", "mma_sync"), (p, launch)
+                    seen.setdefault((row.name, launch.split), m)
             assert len(seen) == 1, (target, n, k, seen)
 
 
@@ -247,6 +295,14 @@ BAND = 4
 # The fields that TILE_ARGS adds to LINEAR_ARGS, as the kernel names them.
 TILES_CUH = (Path(__file__).parent.parent / "kernels_cu" / "tiles.cuh").read_text()
 TILE_FIELDS = re.findall(r"^\s+int (\w+);", TILES_CUH.split("struct TileArgs {")[1].split("};")[0], re.M)
+
+
+# Ways that launches of each kernel are seen with.
+WAYS = {
+    **{("bulk_mma", tokens): {2, 4, 8} for tokens in (8, 16, 32)},
+    ("bulk_mma", 64): {2, 4, 8},
+    **{("wgmma", tokens): {1, 2} for tokens in (32, 64, 128, 256)},
+}
 
 
 def tile_fields(launch: Launch) -> dict[str, int]:
@@ -307,6 +363,16 @@ def ring_bytes(launch: Launch) -> tuple[int, int]:
     return launch.stages * stage, launch.stages * (stage + 16)
 
 
+def name_of(launch: Launch) -> str:
+    return launch.entry.split("_float16_")[0].split("_bfloat16_")[0]
+
+
+def held(launch: Launch) -> int:
+    """Stages that a warp has waited for, the last of them included, before it gives back the first."""
+    tokens = tokens_of(launch)
+    return 1 + (tokens <= 16) if name_of(launch) == "bulk_mma" else 2 + (tokens != 64)
+
+
 def check_tile_launch(target: Target, p: Problem, launch: Launch) -> None:
     """What a kernel of tiles.cuh takes for granted."""
     what = target, p, launch
@@ -319,14 +385,27 @@ def check_tile_launch(target: Target, p: Problem, launch: Launch) -> None:
     assert rest == 0 and args["wider"] < tiles, what
     assert launch.split in (1, 2, 4, 8), what
     assert all(a < b for a, b in parts_of_k(steps, launch.split)), what
-    assert 3 <= launch.stages <= kernels.TILE_MAX_STAGES, what
+    # The ways take the stages in turn; eight warps are enough for a tile, and for parts of it that are a cluster's.
+    name, ways = name_of(launch), args["ways"]
+    warp_units = kernels._WARP_UNITS[name]
+    most, own = args["tile"] + (args["wider"] > 0), 8 // ways * warp_units // launch.split
+    assert ways in kernels._WAYS[name] and 8 // ways * warp_units >= max(most, launch.split), what
+    assert own in (1, 2, 4, 8) and own * launch.split == 8 // ways * warp_units, what
+    assert launch.stages % ways == 0, what
+    assert held(launch) * ways <= launch.stages <= kernels.TILE_MAX_STAGES == 16, what
     # Shared memory: stages on 1 KiB, barriers, then the sums or in their place.
     stages, ring = ring_bytes(launch)
     assert stages // launch.stages % 1024 == 0 and stages < ring <= launch.smem_bytes <= target.smem_bytes, what
-    assert args["sums"] % 16 == 0, what
-    if launch.split > 1:
-        assert args["sums"] + tokens * 8 * 16 * 4 <= launch.smem_bytes, what
-        assert args["sums"] >= ring if tokens <= 64 else args["sums"] == 0, what
+    assert args["sums"] % 16 == 0 and args["sums"] in (0, ring), what
+    several = launch.grid[0] < tile_count(p, launch) * launch.split
+    if launch.split * ways > 1:
+        sums = launch.split * ways * own * (tokens // 8) * 32 * 16
+        assert sums == tokens * 8 * warp_units * 16 * 4 and args["sums"] + sums <= launch.smem_bytes, what
+        assert args["sums"] or not several, what  # a next tile is copied while the sums of one are added up
+        # Lanes of the warps that copy may still look at the barriers, if no cluster waits for them.
+        assert args["sums"] or launch.split > 1 or sums <= stages, what
+    else:
+        assert warp_units == 1 and not args["sums"], what
     assert bool(args["early"]) <= (launch.grid[0] % target.sms == 0), what
     # A box of x is whole, and its map is the last of the block.
     assert 8 <= launch.box <= 256 and launch.box * 128 % 1024 == 0, what
@@ -360,7 +439,7 @@ def test_launches_of_tiles_are_what_the_kernels_take(arch: str) -> None:
 
 def test_tiles_cover_every_output_once() -> None:
     """A model of the kernels' loops: which block takes which tile, and which steps of it."""
-    seen = set()
+    seen, ways = set(), set()
     for target, p, launch in tile_problems():
         check_tile_launch(target, p, launch)
         what = target, p, launch
@@ -387,11 +466,222 @@ def test_tiles_cover_every_output_once() -> None:
         np.add.at(starts, (token // tokens, unit), 1)
         np.add.at(starts, (token // tokens, unit + width), -1)
         assert (np.cumsum(starts, axis=1)[:, :units] == 1).all(), what
-        seen.add((launch.entry.split("_float16_")[0].split("_bfloat16_")[0], tokens, split, turns > 1))
-    ways = {(1, True), (1, False), (2, False), (4, False), (8, False)}
-    assert seen == {
-        (name, tokens, *way) for name, shapes in kernels._TILES.items() for tokens in shapes for way in ways
+        seen.add((name_of(launch), tokens, split, turns > 1))
+        ways.add((name_of(launch), tokens, tile_fields(launch)["ways"]))
+    shared = {(1, True), (1, False), (2, False), (4, False), (8, False)}
+    shapes = [(name, tokens) for name, some in kernels._TILES.items() for tokens in some]
+    assert seen == {(*shape, *some) for shape in shapes for some in shared}
+    assert ways == {(name, tokens, some) for name, tokens in shapes for some in WAYS[name, tokens]}
+
+
+# A ring as its users see it: barriers that know one bit of their phase, stages that hold the number of a step.
+
+
+class Barrier:
+    def __init__(self, arrivals: int) -> None:
+        self.arrivals = self.pending = arrivals
+        self.phase = 0
+
+    def arrive(self) -> None:
+        self.pending -= 1
+        assert self.pending >= 0
+        if not self.pending:
+            self.pending, self.phase = self.arrivals, self.phase + 1
+
+    def passes(self, parity: int) -> bool:
+        """mbarrier.try_wait.parity: the phase of that parity is done, as far as one bit tells."""
+        return self.phase % 2 != parity
+
+
+class RingModel:
+    """tiles.cuh: a block's warps over some tiles. A generator for each, which yields what it waits for."""
+
+    def __init__(self, stages: int, ways: int, steps: int, tiles: int, kind: str) -> None:
+        self.stages, self.ways, self.steps, self.tiles, self.kind = stages, ways, steps, tiles, kind
+        self.warps = min(2, 8 // ways)  # of a way; they do the same
+        self.full = [Barrier(2) for _ in range(stages)]
+        self.empty = [Barrier(self.warps) for _ in range(stages)]
+        self.holds = {part: [-1] * stages for part in ("codes", "x")}
+        self.taken = [0] * (steps * tiles)
+
+    def advance(self, at: tuple[int, int], by: int = 1) -> tuple[int, int]:
+        slot, parity = at[0] + by, at[1]
+        return (slot - self.stages, parity ^ 1) if slot >= self.stages else (slot, parity)
+
+    def copies(self, part: str) -> Iterator[tuple[Barrier, int]]:
+        at = 0, 0
+        for step in range(self.steps * self.tiles):
+            yield self.empty[at[0]], at[1] ^ 1
+            self.holds[part][at[0]] = step
+            self.full[at[0]].arrive()
+            at = self.advance(at)
+
+    def reads(self, part: str, at: tuple[int, int], step: int) -> None:
+        assert self.holds[part][at[0]] == step, (part, at, step, self.holds)
+
+    def gives_back(self, at: tuple[int, int], step: int) -> None:
+        self.reads("x", at, step)
+        self.taken[step] += 1
+        self.empty[at[0]].arrive()
+
+    def multiplies(self, way: int) -> Iterator[tuple[Barrier, int]]:
+        at, step, first = (way, 0), way, 0  # `step` of the tile whose first is `first`
+        for _ in range(self.tiles):
+            at, step = yield from getattr(self, self.kind)(at, step, first)
+            step, first = step - self.steps, first + self.steps
+
+    # Product::add of bulk_mma.cu (of 8 and 16 tokens, and of more), and of wgmma.cu (of 64 tokens, and of others).
+    def ahead(self, at: Any, step: int, first: int) -> Any:
+        if step < self.steps:
+            yield self.full[at[0]], at[1]
+            self.reads("codes", at, first + step)
+        while step < self.steps:
+            now, at = at, self.advance(at, self.ways)
+            if step + self.ways < self.steps:
+                yield self.full[at[0]], at[1]
+                self.reads("codes", at, first + step + self.ways)
+            self.gives_back(now, first + step)
+            step += self.ways
+        return at, step
+
+    def plain(self, at: Any, step: int, first: int) -> Any:
+        while step < self.steps:
+            yield self.full[at[0]], at[1]
+            self.reads("codes", at, first + step)
+            self.gives_back(at, first + step)
+            at, step = self.advance(at, self.ways), step + self.ways
+        return at, step
+
+    def wgmma(self, at: Any, step: int, first: int, tight: bool = False) -> Any:
+        if step >= self.steps:
+            return at, step
+        yield self.full[at[0]], at[1]
+        self.reads("codes", at, first + step)
+        ahead = self.advance(at, self.ways)
+        if step + self.ways < self.steps:
+            yield self.full[ahead[0]], ahead[1]
+            self.reads("codes", ahead, first + step + self.ways)
+        while step < self.steps:
+            ahead, more = self.advance(ahead, self.ways), step + 2 * self.ways < self.steps
+            for late in (False, True):
+                if late:
+                    self.gives_back(at, first + step)
+                if more and tight == late:
+                    yield self.full[ahead[0]], ahead[1]
+                    self.reads("codes", ahead, first + step + 2 * self.ways)
+            at, step = self.advance(at, self.ways), step + self.ways
+        return at, step
+
+    def tight(self, at: Any, step: int, first: int) -> Any:
+        return self.wgmma(at, step, first, tight=True)
+
+    def run(self, order: str) -> None:
+        """Until all are done; `order`: who goes first whenever several can."""
+        users = [self.copies("codes"), self.copies("x")]
+        users += [self.multiplies(way) for way in range(self.ways) for _ in range(self.warps)]
+        users = users[::-1] if order == "last first" else users
+        users = users[2:] + users[:2] if order == "copies last" else users
+        users = users[1:] + users[:1] if order == "one last" else users
+        waits: list[Any] = [next(user, None) for user in users]
+        while any(waits):
+            ready = [i for i, wait in enumerate(waits) if wait and wait[0].passes(wait[1])]
+            assert ready, "they wait for one another"
+            for i in ready if order == "in turn" else ready[:1]:
+                waits[i] = next(users[i], None)
+        assert self.taken == [self.warps] * len(self.taken)
+
+
+ORDERS = ("in turn", "first first", "last first", "copies last", "one last")
+
+
+def kind_of(launch: Launch) -> str:
+    tokens = tokens_of(launch)
+    if name_of(launch) == "bulk_mma":
+        return "ahead" if tokens <= 16 else "plain"
+    return "tight" if tokens == 64 else "wgmma"
+
+
+def test_no_ring_of_a_launch_stops_or_mixes_steps() -> None:
+    """Each step is read by the warps of its way alone, before it is overwritten; nobody waits for ever."""
+    rings = {(kind_of(launch), launch.stages, tile_fields(launch)["ways"]) for _, _, launch in tile_problems()}
+    rings |= {
+        (kind_of(launch), launch.stages, tile_fields(launch)["ways"])
+        for arch in ARCHS
+        for target in targets(arch)
+        for p in problems("bfloat16")
+        if (row := pick(target, p)).name in kernels._TILES and (launch := row.plan(target, p))
     }
+    assert {kind for kind, _, _ in rings} == {"ahead", "plain", "wgmma", "tight"}
+    for kind, stages, ways in sorted(rings):
+        some = {1, 2, ways - 1, ways, ways + 1, 2 * ways + 1, stages - 1, stages, stages + 1, 2 * stages + ways + 1}
+        for steps, tiles, order in itertools.product(sorted(some - {0}), (1, 4), ORDERS):
+            try:
+                RingModel(stages, ways, steps, tiles, kind).run(order)
+            except AssertionError as error:
+                raise AssertionError(f"{kind} {stages=} {ways=} {steps=} {tiles=} {order}: {error}") from None
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "ways", "held"),
+    [("ahead", 8, 8, 2), ("ahead", 2, 2, 2), ("tight", 2, 2, 2), ("wgmma", 4, 2, 3), ("wgmma", 2, 1, 3)],
+)
+def test_the_model_of_a_ring_sees_one_that_stops(kind: str, stages: int, ways: int, held: int) -> None:
+    for order in ORDERS:
+        with pytest.raises(AssertionError, match="they wait for one another"):
+            RingModel(stages, ways, 40, 1, kind).run(order)
+        RingModel(held * ways, ways, 40, 2, kind).run(order)
+    RingModel(stages, ways, stages, 1, kind).run("in turn")  # as long as no stage is used again
+
+
+def test_the_model_of_a_ring_sees_a_stage_that_is_taken_too_early() -> None:
+    class Hasty(RingModel):
+        """Gives a stage back before it has read it."""
+
+        def plain(self, at: Any, step: int, first: int) -> Any:
+            passed = Barrier(1)
+            passed.arrive()
+            while step < self.steps:
+                yield self.full[at[0]], at[1]
+                self.empty[at[0]].arrive()
+                yield passed, 0
+                self.reads("x", at, first + step)
+                at, step = self.advance(at, self.ways), step + self.ways
+            return at, step
+
+    with pytest.raises(AssertionError, match=r"'x', \("):
+        Hasty(6, 2, 40, 1, "plain").run("first first")
+
+
+@pytest.mark.parametrize(("name", "ways", "split"), [
+    (name, ways, split)
+    for name, units in kernels._WARP_UNITS.items()
+    for ways, split in itertools.product(kernels._WAYS[name], (1, 2, 4, 8))
+    if split <= 8 // ways * units and split * ways > 1
+])  # fmt: skip
+def test_sums_of_all_parts_meet(name: str, ways: int, split: int) -> None:
+    """A model of the end of a tile: where each warp's sums go, and what each adds up, part after part of k."""
+    warp_units, token_tiles = kernels._WARP_UNITS[name], 4
+    groups = 8 // ways
+    own = groups * warp_units // split
+    memory: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(split)]  # of each block: part, unit, tokens
+    for rank, warp, u, t in itertools.product(range(split), range(8), range(warp_units), range(token_tiles)):
+        way, unit = warp // groups, warp % groups * warp_units
+        to = ((rank * ways + way) * own + (unit + u) % own) * token_tiles + t
+        there = memory[(unit + u) // own]
+        assert to not in there
+        there[to] = rank * ways + way, unit + u, t
+    done = []
+    for rank, warp in itertools.product(range(split), range(8)):
+        for t in range(warp // own, token_tiles, 8 // own):
+            parts = [
+                memory[rank][part * own * token_tiles + warp % own * token_tiles + t] for part in range(split * ways)
+            ]
+            assert [part for part, _, _ in parts] == list(range(split * ways))
+            assert {(unit, tokens) for _, unit, tokens in parts} == {(rank * own + warp % own, t)}
+            done.append((rank * own + warp % own, t))
+    assert sorted(done) == list(itertools.product(range(groups * warp_units), range(token_tiles)))
+    size = split * ways * own * token_tiles
+    assert all(set(there) == set(range(size)) for there in memory) and size == 8 * warp_units * token_tiles
 
 
 def test_groups_of_a_band_come_first() -> None:

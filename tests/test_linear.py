@@ -557,6 +557,7 @@ ABLE: dict[str, Callable[[Problem], bool]] = {
     "cublas": lambda p: not p.captured,
 }
 LINEAR = tuple(row for row in KERNELS if row.linear)
+ASYNC = tuple(kernels._ASYNC_SHAPES)  # tokens, units of a block of async_mma.cu; the most tokens last
 
 
 def can(row: Kernel, target: Target, p: Problem) -> bool:
@@ -565,6 +566,8 @@ def can(row: Kernel, target: Target, p: Problem) -> bool:
         return False
     if row.name == "wgmma":  # any number of tokens
         return arch.wgmma and ROWS["bulk_mma"].serves(target, p)
+    if row.name == "async_mma":  # any number of channels
+        return bool(row.entries(arch)) and p.x_dtype != "float32" and p.aligned16 and p.m <= ASYNC[-1][0]
     return bool(row.serves(target, p) or ABLE.get(row.name, lambda p: False)(p))
 
 
@@ -1094,29 +1097,33 @@ def keep_busy(milliseconds: float = 5) -> None:
         cupy.multiply(a, cupy.float32(1), out=a)
 
 
+def check_late_x(layer: cufp8.Linear, x: np.ndarray, turns: int = 3, milliseconds: float = 5) -> None:
+    """x is written just before the call that reads it, and just after: on a stream of its own, which is behind."""
+    import cupy
+
+    source, late = cupy.asarray(x), nans(x.shape, x.dtype.name)
+    want = layer(source).get()
+    _ballast()
+    raw(late)[...] = raw(source)  # compiled
+    synchronize()
+    with cupy.cuda.Stream(non_blocking=True):
+        for turn in range(turns):
+            late.view("uint8").fill(0xFF)
+            keep_busy(milliseconds)
+            raw(late)[...] = raw(source)
+            y = layer(late)
+            late.view("uint8").fill(0xFF)  # after it was read
+            assert_same_bits(y.get(), want, f"turn {turn}")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("x_dtype", FLOATS)
 def test_a_call_waits_for_what_its_stream_did_before(rng: np.random.Generator, x_dtype: str) -> None:
-    import cupy
-
-    stream = cupy.cuda.Stream(non_blocking=True)
-    _ballast()
     with Cases() as cases:
-        for m in (1, 16, MANY):
-            q, x = quantized(rng, 129, 320), floats(rng, (m, 320), x_dtype)
-            layer = on_gpu(q)
-            source, late = cupy.asarray(x), nans((m, 320), x_dtype)
-            want = layer(source).get()
-            raw(late)[...] = raw(source)  # compiled
-            synchronize()
-            for turn in range(3):
-                with cases(m, turn), stream:
-                    late.view("uint8").fill(0xFF)
-                    keep_busy()
-                    raw(late)[...] = raw(source)
-                    y = layer(late)
-                    late.view("uint8").fill(0xFF)  # after it was read
-                    assert_same_bits(y.get(), want)
+        for m, k in itertools.product((1, 8, 16, MANY), (320, 321)):
+            layer = on_gpu(quantized(rng, 129, k))
+            with cases(m, k):
+                check_late_x(layer, floats(rng, (m, k), x_dtype))
 
 
 @pytest.mark.gpu
@@ -1268,6 +1275,46 @@ def without_pdl(layers: list[cufp8.Linear]) -> list[cufp8.Linear]:
     return [cufp8.Linear.from_quantized(layer.weight.to("cpu"), device="cuda", pdl=False) for layer in layers]
 
 
+def through(layers: list[cufp8.Linear], x: Any, buffers: list[Any]) -> Any:
+    """y of each layer is the x of the next, by way of two buffers in turn."""
+    for i, layer in enumerate(layers):
+        x = layer(x, out=buffers[i % 2])
+    return x
+
+
+def check_chain(layers: list[cufp8.Linear], plain: list[cufp8.Linear], start: Any) -> None:
+    """Through two poisoned buffers: with and without (`plain`) programmatic launch, captured or not, the same bits as
+    layer by layer into memory of their own."""
+    import cupy
+
+    stream, x = cupy.cuda.Stream(non_blocking=True), start
+    buffers = [nans(start.shape, start.dtype.name) for _ in range(2)]
+
+    def poison_all() -> None:
+        for buffer in buffers:
+            buffer.view("uint8").fill(0xFF)
+
+    for layer in plain:
+        x = layer(x)
+        synchronize()
+    want = x.get()
+    size = np.abs(want.astype(np.float32))
+    assert np.isfinite(size).all() and size.max() > 1e-3
+    for some, turn in itertools.product((layers, plain), range(4)):
+        poison_all()
+        assert_same_bits(through(some, start, buffers), want, f"pdl={some is layers}, turn {turn}")
+    for some in (layers, plain):
+        synchronize()
+        graph, y = capture(stream, lambda: through(some, start, buffers))  # noqa: B023
+        for turn in range(3):
+            with stream:
+                poison_all()
+                graph.launch()
+                graph.launch()
+            stream.synchronize()
+            assert_same_bits(y, want, f"captured, pdl={some is layers}, turn {turn}")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("x_dtype", FLOATS)
 @pytest.mark.parametrize("m", [1, 4, 16, MANY])
@@ -1296,26 +1343,20 @@ def test_chains_through_two_buffers(rng: np.random.Generator, x_dtype: str, m: i
         steps[name] = y.get()
         assert np.isfinite(steps[name].astype(np.float32)).all() and np.abs(steps[name].astype(np.float32)).max() > 1e-3
 
-    def run(some: list[cufp8.Linear], buffers: list[Any]) -> Any:
-        x = start
-        for i, layer in enumerate(some):
-            x = layer(x, out=buffers[i % 2])
-        return x
-
     for some, turn in itertools.product((layers, plain), range(10)):
         buffers = [nans((m, 512), x_dtype) for _ in range(2)]
         if turn % 2:
             synchronize()
             with stream:
-                y = run(some, buffers)
+                y = through(some, start, buffers)
             stream.synchronize()
         else:
-            y = run(some, buffers)
+            y = through(some, start, buffers)
         assert_same_bits(y, steps[rows], f"pdl={some is layers}, turn {turn}")
     for some in (layers, plain):
         buffers = [nans((m, 512), x_dtype) for _ in range(2)]
         synchronize()
-        graph, want = capture(stream, lambda: run(some, buffers))  # noqa: B023
+        graph, want = capture(stream, lambda: through(some, start, buffers))  # noqa: B023
         for turn in range(10):
             with stream:
                 want.view("uint8").fill(0xFF)
@@ -1357,9 +1398,9 @@ def test_weights_replaced_just_before_a_call(rng: np.random.Generator) -> None:
     n, k = 512, 1024
     weights = [floats(rng, (n, k), scale=0.02) for _ in range(6)]
     codes = [cufp8.quantize(w) for w in weights]
-    xs = {m: floats(rng, (m, k), "bfloat16") for m in (1, 16, MANY)}
+    xs = {m: floats(rng, (m, k), "bfloat16") for m in (1, 8, 16, MANY)}
     with Cases() as cases:
-        for turn, (m, on_host) in enumerate(itertools.product((1, 16, MANY) * 3, (True, False))):
+        for turn, (m, on_host) in enumerate(itertools.product((1, 8, 16, MANY) * 3, (True, False))):
             x, i = cupy.asarray(xs[m]), turn % len(weights)
             synchronize()
             with cases(m, on_host, turn), stream if turn % 4 < 2 else contextlib.nullcontext():
@@ -1382,7 +1423,8 @@ TILES = [(name, tokens) for name, shapes in kernels._TILES.items() for tokens in
 class Way:
     """How a kernel of tiles.cuh is launched: `kernels.tile_launch`, and whether the next kernel may start early.
 
-    `sms`: of the GPU that is said to be there; few, so that a block takes several tiles.
+    `sms`: of the GPU that is said to be there; few, so that a block takes several tiles. `ways`: in which the warps
+    take turns, where it is not as many as fit.
     """
 
     name: str
@@ -1392,17 +1434,25 @@ class Way:
     per_sm: int = 1
     sms: int | None = None
     early: bool | None = None
+    ways: int | None = None
 
     def launch(self, target: Target, p: Problem) -> kernels.Launch:
         target = dataclasses.replace(target, sms=self.sms or target.sms)
-        made = kernels.tile_launch(self.name, target, p, self.tokens, self.tiles, self.split, self.per_sm)
+        with pytest.MonkeyPatch.context() as patch:
+            if self.ways:
+                patch.setitem(kernels._WAYS, self.name, (self.ways,))
+            made = kernels.tile_launch(self.name, target, p, self.tokens, self.tiles, self.split, self.per_sm)
         if self.early is not None:
             made = dataclasses.replace(made, fields=(*made.fields[:-1], int(self.early)))
         return made
 
 
+def ways_of(launch: kernels.Launch) -> int:
+    return launch.fields[2]
+
+
 @contextlib.contextmanager
-def launched(layers: list[cufp8.Linear], way: Way) -> Iterator[None]:
+def launched(layers: list[cufp8.Linear], way: Way | AsyncWay) -> Iterator[None]:
     """Inside, the layers' calls are launched in that way."""
     row = dataclasses.replace(ROWS[way.name], plan=way.launch)
     with contextlib.ExitStack() as stack:
@@ -1428,18 +1478,20 @@ def tile_shapes(tokens: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def ways(name: str, tokens: int, n: int, k: int) -> Iterator[Way]:
-    """Tiles of 8 units, of fewer and of one; k shared or not; blocks that take one tile, several or all of them."""
-    units, steps = kernels.units_steps(n, k)
+def ways(name: str, tokens: int, target: Target, p: Problem) -> Iterator[tuple[Way, kernels.Launch]]:
+    """Tiles of 8 units, of fewer and of one; k shared or not, by blocks and by a block's warps in all ways that
+    there is room for; blocks that take one tile, several or all of them."""
+    units, steps = kernels.units_steps(p.n, p.k)
     narrow = -(-units // kernels.TILE_MAX_UNITS)
     fitting = kernels._TILES[name][tokens]
     early = itertools.cycle((True, False, None))
+    shared = [(1, per_sm, sms) for sms, per_sm in ((1, 1), (3, fitting), (None, 1), (None, fitting))]
+    shared += [(split, 1, None) for split in (2, 4, 8) if steps >= split]
     for tiles in sorted({narrow, (narrow + units) // 2, min(units, narrow + 1), units}):
-        for sms, per_sm in ((1, 1), (3, fitting), (None, 1), (None, fitting)):
-            yield Way(name, tokens, tiles, 1, per_sm, sms, next(early))
-        for split in (2, 4, 8):
-            if steps >= split:
-                yield Way(name, tokens, tiles, split, 1, None, next(early))
+        for (split, per_sm, sms), some in itertools.product(shared, kernels._WAYS[name]):
+            way = Way(name, tokens, tiles, split, per_sm, sms, next(early), some)
+            with contextlib.suppress(AssertionError):  # no room, or too few warps
+                yield way, way.launch(target, p)
 
 
 @pytest.mark.parametrize(("name", "tokens"), TILES)
@@ -1449,14 +1501,24 @@ def test_the_ways_reach_all_there_is(name: str, tokens: int) -> None:
     for m, n, k in tile_shapes(tokens):
         p = problem(m, n, k, "bfloat16")
         assert p.aligned16
-        for way in ways(name, tokens, n, k):
-            launch = way.launch(target, p)
+        steps = kernels.units_steps(n, k)[1]
+        for way, launch in ways(name, tokens, target, p):
             assert launch.entry == f"{name}_bfloat16_{tokens}" and launch.smem_bytes <= target.smem_bytes
+            assert ways_of(launch) == way.ways
             several = launch.grid[0] < way.tiles * -(-m // tokens) * launch.split
             seen.add(("split", launch.split))
+            seen.add(("ways", way.ways, launch.split > 1, several))
             seen |= {("several", bool(launch.fields[-1]))} if several else set()
             seen |= {("early", way.early, launch.split > 1)}
-            seen |= {"short"} if kernels.units_steps(n, k)[1] < launch.stages else {"long"}
+            seen |= {"short"} if steps < launch.stages else {"long"}
+            if steps // launch.split < way.ways:
+                seen.add(("a way without a step", launch.split > 1, several))
+    assert {("ways", some, split, False) for some in kernels._WAYS[name] for split in (True, False)} <= seen
+    # Several tiles of 256 tokens leave no room for the sums of two ways.
+    alone = kernels._WAYS[name] if tokens < 256 else (1,)
+    assert {("ways", some, False, True) for some in alone} <= seen
+    assert {("a way without a step", split, False) for split in (True, False)} <= seen
+    assert tokens == 256 or ("a way without a step", False, True) in seen
     assert {"short", "long"} <= seen
     assert {("split", split) for split in (1, 2, 4, 8)} <= seen
     assert {("several", True), ("several", False)} <= seen
@@ -1489,37 +1551,57 @@ def test_every_way_to_launch_tiles(
             x, out_dtype = floats(rng, (m, k), x_dtype), next(out_dtypes)
             layer, there, exact = on_gpu(q, bias, out_dtype=out_dtype), amid_nan(x), exact_on_gpu(x, q, bias)
             seen: dict[Any, Any] = {}
-            for way in ways(name, tokens, n, k):
+            for way, _ in ways(name, tokens, layer._target, problem(m, n, k, x_dtype)):
                 with cases(m, n, k, out_dtype or "", way), launched([layer], way):
                     y = into_a_wider(layer, there, poison, *next(sides))
-                    if way.split in seen:
-                        assert_same_bits(y, seen[way.split], "another launch with the same parts of k")
+                    if (way.split, way.ways) in seen:
+                        assert_same_bits(y, seen[way.split, way.ways], "another launch with the same parts of k")
                     else:
                         acc = kernels.arch_of(layer._target.arch).acc["tensor"]
                         assert_close_on_gpu(y, exact, out_dtype or x_dtype, acc)
-                        seen[way.split] = y
+                        seen[way.split, way.ways] = y
+
+
+SOME_WAYS = [
+    (Way("bulk_mma", 8, 1), 3, 33, 2048),
+    (Way("bulk_mma", 8, 1), 3, 100, 2056),
+    (Way("bulk_mma", 8, 1, split=8), 3, 17, 2048),
+    (Way("bulk_mma", 8, 2, split=2), 3, 33, 520),
+    (Way("bulk_mma", 16, 3, sms=1), 17, 33, 1160),
+    (Way("bulk_mma", 16, 2, split=4), 17, 33, 2056),
+    (Way("bulk_mma", 32, 3, sms=1, early=True), 40, 40, 192),
+    (Way("bulk_mma", 64, 1, split=2), 9, 72, 520),
+    (Way("wgmma", 32, 1), 33, 20, 136),
+    (Way("wgmma", 32, 2, split=4, early=True), 31, 40, 520),
+    (Way("wgmma", 64, 2, sms=1), 65, 40, 520),
+    (Way("wgmma", 64, 1, split=4), 65, 40, 512),
+    (Way("wgmma", 64, 1, split=8, early=False), 5, 100, 520),
+    (Way("wgmma", 128, 1, split=2), 130, 72, 512),
+    (Way("wgmma", 128, 2, split=8, early=True), 3, 33, 520),
+    (Way("wgmma", 256, 1, sms=1), 300, 72, 136),
+    (Way("wgmma", 256, 1, split=2), 257, 17, 136),
+]
+
+
+def test_some_ways_are_each_number_of_ways() -> None:
+    """Alone, in a cluster, and (where it is not two ways of 256 tokens) with several tiles a block."""
+    target, seen = Target("sm_90a", 132, 227 << 10, True), set()
+    for way, m, n, k in SOME_WAYS:
+        launch = way.launch(target, problem(m, n, k, "bfloat16"))
+        several = launch.grid[0] < way.tiles * -(-m // way.tokens) * launch.split
+        seen.add((way.name, ways_of(launch), launch.split > 1, several))
+    assert {(name, some) for name, some, _, _ in seen} == {
+        (name, n) for name, some in kernels._WAYS.items() for n in some
+    }
+    for name in kernels._WAYS:
+        assert {kind[2:] for kind in seen if kind[0] == name} == {(False, False), (True, False), (False, True)}
 
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
     ("way", "m", "n", "k"),
-    [
-        (Way("bulk_mma", 8, 1), 3, 33, 2048),
-        (Way("bulk_mma", 8, 1), 3, 100, 2056),
-        (Way("bulk_mma", 8, 1, split=8), 3, 17, 2048),
-        (Way("bulk_mma", 16, 2, split=4), 17, 33, 2056),
-        (Way("bulk_mma", 32, 3, sms=1, early=True), 40, 40, 192),
-        (Way("bulk_mma", 64, 1, split=2), 9, 72, 520),
-        (Way("wgmma", 32, 1), 33, 20, 136),
-        (Way("wgmma", 32, 2, split=4, early=True), 31, 40, 520),
-        (Way("wgmma", 64, 1, split=4), 65, 40, 512),
-        (Way("wgmma", 64, 1, split=8, early=False), 5, 100, 520),
-        (Way("wgmma", 128, 1, split=2), 130, 72, 512),
-        (Way("wgmma", 128, 2, split=8, early=True), 3, 33, 520),
-        (Way("wgmma", 256, 1, sms=1), 300, 72, 136),
-        (Way("wgmma", 256, 1, split=2), 257, 17, 136),
-    ],
+    SOME_WAYS,
     ids=lambda v: f"{v.name}_{v.tokens}-{v.tiles}x{v.split}" if isinstance(v, Way) else str(v),
 )
 def test_some_ways_to_launch_tiles(
@@ -1548,41 +1630,200 @@ def test_chains_of_tiles(rng: np.random.Generator, name: str, tokens: int, early
     x_dtype, k, m = "bfloat16" if early else "float16", 520, 3 * tokens - 1
     layers = chain_of(rng, 12, k)
     plain = without_pdl(layers)
-    start, stream = cupy.asarray(floats(rng, (m, k), x_dtype)), cupy.cuda.Stream(non_blocking=True)
-
-    def run(some: list[cufp8.Linear], buffers: list[Any]) -> Any:
-        x = start
-        for i, layer in enumerate(some):
-            x = layer(x, out=buffers[i % 2])
-        return x
-
+    start = cupy.asarray(floats(rng, (m, k), x_dtype))
     fitting = kernels._TILES[name][tokens]
     with Cases() as cases:
-        for tiles, split, sms in ((5, 1, 3), (11, 1, None), (5, 2, None), (5, 8, None), (9, 4, None)):
+        for tiles, split, sms in (
+            (5, 1, 3),
+            (11, 1, None),
+            (33, 1, 3),
+            (5, 2, None),
+            (17, 2, None),
+            (5, 8, None),
+            (9, 4, None),
+        ):
             way = Way(name, tokens, tiles, split, fitting, sms, early)
             with cases(way), launched([*layers, *plain], way):
-                buffers = [nans((m, k), x_dtype) for _ in range(2)]
-                x = start
-                for layer in plain:  # each into memory of its own
-                    x = layer(x)
-                    synchronize()
-                want = x.get()
-                size = np.abs(want.astype(np.float32))
-                assert np.isfinite(size).all() and size.max() > 1e-3
-                for some, turn in itertools.product((layers, plain), range(4)):
-                    for buffer in buffers:
-                        buffer.view("uint8").fill(0xFF)
-                    assert_same_bits(run(some, buffers), want, f"pdl={some is layers}, turn {turn}")
-                synchronize()
-                graph, y = capture(stream, lambda: run(layers, buffers))  # noqa: B023
-                for turn in range(3):
-                    with stream:
-                        for buffer in buffers:
-                            buffer.view("uint8").fill(0xFF)
-                        graph.launch()
-                        graph.launch()
-                    stream.synchronize()
-                    assert_same_bits(y, want, f"captured, turn {turn}")
+                check_chain(layers, plain, start)
+
+
+# --- async_mma.cu: each kernel with any number of warps ------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class AsyncWay:
+    """How async_mma.cu is launched: the kernel, and its warps; as many as there is room for, where it is not told."""
+
+    tokens: int
+    units: int
+    warps: int = 16
+    name: str = "async_mma"
+
+    def launch(self, target: Target, p: Problem) -> kernels.Launch:
+        assert p.m <= self.tokens
+        group = kernels._ASYNC_SHAPES[self.tokens, self.units]
+        x_bytes = group * 160 if self.tokens == 1 else self.tokens * (group * 128 + 16)
+        warp_bytes = group * self.units * 1024 + x_bytes
+        warps = min(self.warps, target.smem_bytes // warp_bytes)
+        blocks = -(-kernels.units_steps(p.n, p.k)[0] // self.units)
+        entry = f"async_mma_{p.x_dtype}_{self.tokens}_{self.units}"
+        return kernels.Launch(entry, (blocks, 1, 1), 32 * warps, smem_bytes=warps * warp_bytes)
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (1000, 4096), (4096, 14336), (8448, 4104)])
+@pytest.mark.parametrize("m", range(1, ASYNC[-1][0] + 1))
+def test_async_ways_are_the_tables(m: int, n: int, k: int) -> None:
+    """What the tests below launch is what the table does, but for the number of warps."""
+    for arch, smem_bytes in (("sm_80", 163), ("sm_86", 99), ("sm_90a", 227), ("sm_120a", 99)):
+        target, p = Target(arch, 132, smem_bytes << 10, False), problem(m, n, k, "float16")
+        planned = kernels._async_plan(target, p)
+        tokens, units = map(int, planned.entry.rsplit("_", 2)[1:])
+        made = AsyncWay(tokens, units, planned.block // 32).launch(target, p)
+        assert planned.smem_bytes >= made.smem_bytes
+        assert dataclasses.replace(made, smem_bytes=planned.smem_bytes) == planned
+
+
+def async_warps(k: int, tokens: int, units: int) -> list[int]:
+    """One warp for all of k, as many as there are, and some in between."""
+    groups = -(-kernels.units_steps(1, k)[1] // kernels._ASYNC_SHAPES[tokens, units])
+    return sorted({1, min(3, groups), min(7, groups), 16})
+
+
+ASYNC_CHANNELS = (1, 8, 15, 16, 17, 31, 33, 1000, 4097)
+ASYNC_LENGTHS = (8, 16, 64, 72, 120, 1000, 4096, 4104, 14336, 28672)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("tokens", "units"), ASYNC)
+def test_every_way_to_launch_async_mma(
+    rng: np.random.Generator, poison: Callable[..., Any], tokens: int, units: int, x_dtype: str
+) -> None:
+    """All sizes and numbers of tokens, x with a pitch amid NaN; a row's bits are its own, twice the same."""
+    needs("async_mma")
+    sides = itertools.cycle(((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (0, 8)))
+    turns = itertools.count()
+    with Cases() as cases:
+        for k in ASYNC_LENGTHS:
+            whole, x, offset = (
+                quantized(rng, max(ASYNC_CHANNELS), k),
+                floats(rng, (tokens, k), x_dtype),
+                floats(rng, 4097),
+            )
+            there = amid_nan(x)
+            for n in ASYNC_CHANNELS:
+                turn = next(turns)
+                q, bias = tensor(whole.codes[:n], whole.scale[:n]), offset[:n] if turn % 2 else None
+                out_dtype = (None, "float32", "bfloat16", "float16")[turn % 4]
+                layer, exact = on_gpu(q, bias, out_dtype=out_dtype), exact_on_gpu(x, q, bias)
+                acc = acc_of("async_mma", x_dtype)
+                for warps in async_warps(k, tokens, units):
+                    with cases(n, k, out_dtype or "", warps), launched([layer], AsyncWay(tokens, units, warps)):
+                        all_rows = into_a_wider(layer, there, poison, *next(sides))
+                        assert_close_on_gpu(all_rows, exact, out_dtype or x_dtype, acc)
+                        assert_same_bits(into_a_wider(layer, there, poison, *next(sides)), all_rows, "again")
+                        for m in range(1, tokens) if n in (17, 33) else (1 + turn % tokens,):
+                            y = into_a_wider(layer, there[:m], poison, *next(sides))
+                            assert_same_bits(y, all_rows[:m], f"m {m}")
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("tokens", "units"), ASYNC, ids=lambda v: str(v))
+def test_some_ways_to_launch_async_mma(
+    rng: np.random.Generator, poison: Callable[..., Any], tokens: int, units: int
+) -> None:
+    """Small: warps with several groups of steps and with one, a ragged step, channels and tokens that are not there."""
+    import cupy
+
+    needs("async_mma")
+    m, n, k = max(1, tokens - 1), 33, 1096
+    for x_dtype in ("bfloat16", "float16"):
+        q, bias, x = quantized(rng, n, k), floats(rng, n), floats(rng, (m, k), x_dtype)
+        layer, out = on_gpu(q, bias), poison((m, n), x_dtype, "cupy")
+        with launched([layer], AsyncWay(tokens, units, 3)):
+            layer(cupy.asarray(x), out=out)
+        reference.assert_close(out, x, q.codes, q.scale, bias, x_dtype, acc_of("async_mma", x_dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("tokens", "units"), [shape for shape in ASYNC if shape[0] > 1])
+def test_nan_and_inf_stay_in_their_row_of_async_mma(
+    rng: np.random.Generator, tokens: int, units: int, x_dtype: str
+) -> None:
+    """Each row in turn is spoiled, at either end of k or within; no other row changes by a bit."""
+    import cupy
+
+    needs("async_mma")
+    n, k = 40, 1000
+    q, clean = quantized(rng, n, k), floats(rng, (tokens, k), x_dtype)
+    q.codes[:, ::5] = 0  # Inf * 0 is NaN
+    layer = on_gpu(q)
+    with Cases() as cases:
+        for m, warps in itertools.product(sorted({2, 3, 7, tokens}), (1, 4)):
+            with launched([layer], AsyncWay(tokens, units, warps)):
+                pure = layer(cupy.asarray(clean[:m])).get()
+                for bad, at, value in itertools.product(range(m), (0, 515, k - 1), (math.nan, math.inf)):
+                    with cases(m, warps, "row", bad, "k", at, value):
+                        x = clean[:m].copy()
+                        x[bad, at] = value
+                        y = layer(cupy.asarray(x)).get()
+                        others = np.arange(m) != bad
+                        assert_same_bits(y[others], pure[others])
+                        assert not np.isfinite(y[bad].astype(np.float32)).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("tokens", "units"), ASYNC)
+def test_chains_of_async_mma(rng: np.random.Generator, tokens: int, units: int, x_dtype: str) -> None:
+    import cupy
+
+    needs("async_mma")
+    k, m = 1032, max(1, tokens - 1)
+    layers = chain_of(rng, 12, k)
+    plain = without_pdl(layers)
+    start = cupy.asarray(floats(rng, (m, k), x_dtype))
+    with Cases() as cases:
+        for warps in async_warps(k, tokens, units):
+            way = AsyncWay(tokens, units, warps)
+            with cases(way), launched([*layers, *plain], way):
+                check_chain(layers, plain, start)
+
+
+@pytest.mark.gpu
+def test_chains_of_kernels_in_turn(rng: np.random.Generator) -> None:
+    """Each kernel of few tokens after each other one: none reads what the one before has not written yet."""
+    import cupy
+
+    names, k, x_dtype = ("async_mma", "bulk_mma", "mma_sync", "async_mma", "gemv"), 1032, "bfloat16"
+    names = tuple(name for name in names if ROWS[name].entries(kernels.arch_of(runtime.target(0).arch)))
+    layers = chain_of(rng, 4 * len(names), k)
+    plain = without_pdl(layers)
+    with Cases() as cases:
+        for m in (1, 3, 8, 16):
+            start = cupy.asarray(floats(rng, (m, k), x_dtype))
+            with cases(m), pytest.MonkeyPatch.context() as patch:
+                for i, layer in enumerate([*layers, *plain]):
+                    with forced(layer, names[i % len(names)]):
+                        layer(start)
+                        plans = layer._plans
+                    patch.setattr(layer, "_plans", plans)  # so that it keeps its kernel beside layers with others
+                check_chain(layers, plain, start)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("tokens", "units"), ASYNC)
+def test_late_x_of_async_mma(rng: np.random.Generator, tokens: int, units: int, x_dtype: str) -> None:
+    needs("async_mma")
+    with Cases() as cases:
+        for n, k in ((129, 320), (4096, 4096)):
+            layer = on_gpu(quantized(rng, n, k))
+            for warps in async_warps(k, tokens, units):
+                with cases(n, k, warps), launched([layer], AsyncWay(tokens, units, warps)):
+                    check_late_x(layer, floats(rng, (tokens, k), x_dtype), 20, 0.5)
 
 
 PLAN_TOKENS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 256, 257, 300, 511, 513, 1000, 1025, 4097)
@@ -1618,7 +1859,7 @@ def test_many_tokens_as_the_table_plans_them(
                     assert_close_on_gpu(y, tuple(e[:m] for e in exact), out_dtype or x_dtype, acc_of(name, x_dtype))
                     assert_same_bits(layer(pitched[:m]), y, "x elsewhere")
     arch = kernels.arch_of(runtime.target(0).arch)
-    assert {row for row in ("bulk_mma", "wgmma") if ROWS[row].entries(arch)} <= served
+    assert {row for row in ("async_mma", "bulk_mma", "wgmma") if ROWS[row].entries(arch)} <= served
 
 
 @pytest.mark.gpu
@@ -1659,7 +1900,7 @@ def test_batch_invariant_on_the_gpu(rng: np.random.Generator, poison: Callable[.
     import cupy
 
     with Cases() as cases:
-        for n, k in ((100, 2056), (3000, 1024), (9000, 136), (100, 129)):
+        for n, k in ((100, 2056), (3000, 1024), (3000, 448), (9000, 136), (100, 129)):
             q, x = quantized(rng, n, k), floats(rng, (1025, k), x_dtype)
             layer, there, exact = on_gpu(q, batch_invariant=True), cupy.asarray(x), exact_on_gpu(x, q, None)
             whole = poison((1025, n), x_dtype, "cupy")
