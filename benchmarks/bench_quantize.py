@@ -1,8 +1,12 @@
-"""Quantising weights on the GPU: bytes read and written a second, beside the copy kernel.
+"""Quantising weights and activations on the GPU: bytes read and written a second, beside the copy kernel.
 
 `cufp8` takes bfloat16, `cufp8-fp32` float32: the kernel in a graph, sources and codes cold. `stream-copy` is
 the copy kernel on as many bytes as `cufp8` moves. `cufp8-call` is the whole of `cufp8.quantize(w)` as Python
 sees it: memory, the launch, and the wait for the count of values that are not finite.
+
+Activations are bfloat16 [M, K], in a graph of calls with `out=`, kernels that start while the one before them ends:
+`token`, `group` and `tensor` (a scale on the GPU) of x as it is, `tensor-dynamic`, which reads x twice, and what stands
+before a layer fused with them. `stream-copy` copies as many bytes as `token` moves.
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ def copier(bench: Any, nbytes: int) -> Contender:
     random = bench.memory.buffers[0]
     sources = [cupy.resize(random, half) for _ in range(copies)]
     targets = [cupy.empty(half, np.uint8) for _ in range(copies)]
-    blocks = bench.memory.grids(half)[0]
+    grids = bench.memory.grids("stream_copy", half)
+    blocks = grids[min(bench.memory.copy_grid, len(grids) - 1)]
 
     def call(i: int) -> Any:
         source, target = sources[i % copies], targets[i % copies]
@@ -68,6 +73,95 @@ def copier(bench: Any, nbytes: int) -> Contender:
         return target
 
     return Contender("stream-copy", call, kernel="stream")
+
+
+ACTIVATIONS = [(4096, 4096), (16384, 8192)]
+TOKEN, GROUP, TENSOR = (1, -1), (1, 128), (-1, -1)
+# What is fused, the block, bytes read and written for a value beside its code.
+FORMS = {
+    "token": (None, TOKEN, 2),
+    "group": (None, GROUP, 2),
+    "tensor": (None, TENSOR, 2),
+    "tensor-dynamic": (None, TENSOR, 2),
+    "rms-norm-token": ("rms_norm", TOKEN, 2),
+    "rms-norm-token-nopdl": ("rms_norm", TOKEN, 2),
+    "rms-norm-group": ("rms_norm", GROUP, 2),
+    "rms-norm-tensor": ("rms_norm", TENSOR, 2),
+    "rms-norm-residual-token": ("rms_norm", TOKEN, 6),
+    "silu-mul-token": ("silu_mul", TOKEN, 4),
+    "silu-mul-group": ("silu_mul", GROUP, 4),
+    "silu-mul-tensor": ("silu_mul", TENSOR, 4),
+}
+
+
+def form_bytes(name: str, m: int, k: int) -> int:
+    fused, block, each = FORMS[name]
+    scales = {TOKEN: m, GROUP: m * -(-k // 128), TENSOR: 1}[block]
+    return m * k * (each + 1) + 4 * scales + (2 * k if fused == "rms_norm" else 0)
+
+
+def call_form(name: str, x: Any, weight: Any, scale: Any, out: Any) -> Any:
+    """One form of x, on any device; `out` may be None."""
+    import cufp8
+
+    fused, block, each = FORMS[name]
+    options = {"block": block, "scale": scale if block == TENSOR and "dynamic" not in name else None, "out": out}
+    if fused == "silu_mul":
+        return cufp8.silu_mul_quantize(x, **options)
+    if fused is None:
+        return cufp8.quantize_activations(x, **options)
+    if each == 6:
+        return cufp8.rms_norm_quantize(x, weight, 1e-6, x, **options)[0]
+    return cufp8.rms_norm_quantize(x, weight, 1e-6, pdl="nopdl" not in name, **options)
+
+
+def quantizer_of(bench: Any, name: str, x: Any, weight: Any, scale: Any) -> Contender:
+    """A form of x over copies of x, with results of their own."""
+    fused, _, _ = FORMS[name]
+    m, k = x.shape[0], x.shape[1] // (1 + (fused == "silu_mul"))
+    copies = copies_for(form_bytes(name, m, k), bench.memory.l2_bytes)
+    sources = [bench.queue.array(x, "bfloat16") for _ in range(copies)]
+    w, s = bench.queue.array(weight, "bfloat16"), bench.queue.array(scale, "float32")
+    outs = [call_form(name, source, w, s, None) for source in sources]
+
+    def call(i: int) -> Any:
+        return call_form(name, sources[i % copies], w, s, outs[i % copies]).codes
+
+    return Contender(name, call, kernel=fused or "activations")
+
+
+def activations_group(bench: Any, m: int, k: int) -> dict[str, Any]:
+    import cupy
+
+    x, weight = normal((m, 2 * k), m, k), normal((1, k), k)[0]
+    scale = cupy.full(1, 0.01, np.float32)
+    last = slice(m - CHECKED_ROWS, m)
+
+    def error(contender: Contender, outputs: list[Any]) -> float:
+        if contender.kernel != "stream":
+            columns = 2 * k if contender.kernel == "silu_mul" else k
+            some = (array.astype(numpy_dtype("bfloat16")).get() for array in (x[last, :columns], weight))
+            if "dynamic" not in contender.name:
+                wanted = call_form(contender.name, *some, 0.01, None).codes
+                for codes in outputs:
+                    assert np.array_equal(codes[last].get(), wanted), "codes differ from the host's"
+        return 0.0
+
+    first = cupy.ascontiguousarray(x[:, :k])
+    contenders = [
+        quantizer_of(bench, name, x if FORMS[name][0] == "silu_mul" else first, weight, scale) for name in FORMS
+    ]
+    contenders.append(copier(bench, form_bytes("token", m, k)))
+    done = measure(bench.queue, contenders, error, bench.memory.hold)
+    rows = []
+    for name, result in done.items():
+        if isinstance(result, Measured):
+            result.error = None
+            nbytes = form_bytes(name if name in FORMS else "token", m, k)
+            result.note |= rates(bench, nbytes, result.time_us * 1e-6, "", name in FORMS and FORMS[name][0] is not None)
+            rows.append(bench.row(name, result, scheme="FP8", m=m, k=k))
+    bench.write("quantize", rows)
+    return done
 
 
 def whole_calls(w: Any) -> list[float]:
@@ -112,11 +206,11 @@ def group(bench: Any, n: int, k: int) -> dict[str, Any]:
     return done
 
 
-def rates(bench: Any, nbytes: int, seconds: float, w_dtype: str) -> dict[str, Any]:
+def rates(bench: Any, nbytes: int, seconds: float, w_dtype: str, fused: bool = False) -> dict[str, Any]:
     """For the note: TB/s, and the share of what the session's copy kernel reaches on large buffers."""
     tb_s = nbytes / seconds / 1e12
     share = tb_s / bench.run["copy_tb_s"]
-    return {"w_dtype": w_dtype, "tb_s": round(tb_s, 3), "copy_share": round(share, 3), "fused": False}
+    return {"w_dtype": w_dtype, "tb_s": round(tb_s, 3), "copy_share": round(share, 3), "fused": fused}
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES, ids=[f"{n}x{k}" for n, k in SHAPES])
@@ -124,3 +218,10 @@ def rates(bench: Any, nbytes: int, seconds: float, w_dtype: str) -> dict[str, An
 def test_quantize(bench: Any, replay: Any, n: int, k: int, contender: str) -> None:
     measured = bench.once(("quantize", n, k), lambda: group(bench, n, k))
     replay(f"quantize {n} x {k}", measured[contender])
+
+
+@pytest.mark.parametrize(("m", "k"), ACTIVATIONS, ids=[f"{m}x{k}" for m, k in ACTIVATIONS])
+@pytest.mark.parametrize("contender", [*FORMS, "stream-copy"])
+def test_quantize_activations(bench: Any, replay: Any, m: int, k: int, contender: str) -> None:
+    measured = bench.once(("activations", m, k), lambda: activations_group(bench, m, k))
+    replay(f"quantize activations {m} x {k}", measured[contender])

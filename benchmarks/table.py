@@ -184,15 +184,42 @@ def decode_step(data: Results) -> list[str]:
 QUANTIZERS = {"cufp8": "", "cufp8-fp32": "", "cufp8-call": ", `quantize(w)` as a whole"}
 
 
+# Forms of activations, as bench_quantize.py names them -> what they are.
+ACTIVATIONS = {
+    "token": "`quantize_activations`, per token",
+    "group": "`quantize_activations`, per group of 128",
+    "tensor": "`quantize_activations`, a given scale",
+    "tensor-dynamic": "`quantize_activations`, per tensor (x is read twice)",
+    "rms-norm-token": "`rms_norm_quantize`, per token",
+    "rms-norm-group": "`rms_norm_quantize`, per group of 128",
+    "rms-norm-tensor": "`rms_norm_quantize`, a given scale",
+    "rms-norm-residual-token": "`rms_norm_quantize` with a residual, per token",
+    "silu-mul-token": "`silu_mul_quantize`, per token",
+    "silu-mul-group": "`silu_mul_quantize`, per group of 128",
+    "silu-mul-tensor": "`silu_mul_quantize`, a given scale",
+}
+
+
 def quantize(data: Results) -> list[str]:
-    lines = []
+    weights, activations = [], []
     for row in data["rows"]:
-        if row["contender"] in QUANTIZERS:
-            note = row["note"]
-            line = [shape(row), note["w_dtype"] + QUANTIZERS[row["contender"]], microseconds(row["time_us"])]
-            lines.append([*line, f"{note['tb_s']:.2f}", f"{100 * note['copy_share']:.0f} %"])
-    heading = ["N x K", "from", "µs", "TB/s", "of the copy kernel"]
-    return ["Quantising a weight on the GPU, bytes read + written:", "", *layout(heading, lines)]
+        note, name = row["note"], row["contender"]
+        of_weights = row["n"] is not None
+        if name not in (QUANTIZERS if of_weights else ACTIVATIONS):
+            continue
+        what = note["w_dtype"] + QUANTIZERS[name] if of_weights else ACTIVATIONS[name]
+        size = shape(row) if of_weights else f"{row['m']} x {row['k']}"
+        line = [size, what, microseconds(row["time_us"]), f"{note['tb_s']:.2f}", f"{100 * note['copy_share']:.0f} %"]
+        (weights if of_weights else activations).append(line)
+    text = []
+    rates = ["µs", "TB/s", "of the copy kernel"]
+    if weights:
+        text = ["Quantising a weight on the GPU, bytes read + written:", ""]
+        text += layout(["N x K", "from", *rates], weights)
+    if activations:
+        text += [""] * bool(text) + ["Quantising bfloat16 activations to e4m3fn on the GPU, bytes read + written:", ""]
+        text += layout(["M x K", "by", *rates], activations)
+    return text
 
 
 def compile_times(data: Results) -> list[str]:

@@ -1,7 +1,9 @@
 """8- and 4-bit linear layers, multiplied straight from their codes by CUDA kernels compiled where they run."""
 
+from cufp8.activations import quantize_activations, rms_norm_quantize, silu_mul_quantize
 from cufp8.block_scaled import from_128x4, pack_fp4, to_128x4, unpack_fp4
 from cufp8.linear import Linear
+from cufp8.matmul import scaled_mm
 from cufp8.quantize import ErrorReport, QuantizedTensor, error_report, quantize
 
 __version__ = "0.1.0"
@@ -14,6 +16,10 @@ __all__ = [
     "from_128x4",
     "pack_fp4",
     "quantize",
+    "quantize_activations",
+    "rms_norm_quantize",
+    "scaled_mm",
+    "silu_mul_quantize",
     "to_128x4",
     "unpack_fp4",
 ]

@@ -43,7 +43,7 @@ class Scheme:
     name: str
     dtype: str  # of the weight's codes
     scale_dtype: str
-    block: tuple[int, int]  # rows and columns of the weight that share a scale; -1: all of them
+    block: tuple[int, int]  # rows and columns that share a scale; -1: all of them
     global_scale: bool = False  # one more float32 factor, for the whole weight or for each row
 
 
@@ -51,6 +51,7 @@ FORMATS = {
     f.name: f
     for f in (
         Format("float8_e4m3fn"),
+        Format("float8_e5m2"),
         Format("float8_e8m0fnu"),
         Format("float4_e2m1fn", 4),
     )
@@ -65,6 +66,15 @@ SCHEMES = {
         Scheme("NVFP4A16", "float4_e2m1fn", "float8_e4m3fn", (1, 16), global_scale=True),
     )
 }
+
+# What quantised activations may be, and with them any operand of a product of two: a scale per tensor, token (row) or
+# group of neighbours. `quantize` does not know these. e4m3fn per token is laid out as FP8A16, which it is called where
+# it is a weight.
+ACTIVATIONS = tuple(
+    Scheme(name, dtype, "float32", block)
+    for dtype in ("float8_e4m3fn", "float8_e5m2")
+    for name, block in (("FP8_TENSOR", (-1, -1)), ("FP8_TOKEN", (1, -1)), ("FP8_GROUP", (1, 128)))
+)
 
 # What x and y may be, in the order of `Out` in kernels_cu/linear.cuh.
 FLOATS = {name: Format(name).dtype for name in ("bfloat16", "float16", "float32")}

@@ -94,7 +94,7 @@ class _CuPy:
 
     def maker(self, shape: tuple[int, ...], dtype: str, device: int) -> Callable[[int], tuple[Any, int]]:
         """Makes results of one shape and dtype: called with the stream, it gives an array and its address."""
-        ndarray, kind = self.cupy.ndarray, FLOATS[dtype]
+        ndarray, kind = self.cupy.ndarray, np.dtype(FLOATS.get(dtype, dtype))
 
         def make(stream: int) -> tuple[Any, int]:
             y = ndarray(shape, kind)  # all that cupy.empty does
@@ -122,9 +122,9 @@ class _Torch:
 
     def __init__(self) -> None:
         torch = self.torch = sys.modules["torch"]
-        names = ("bfloat16", "float16", "float32", "float64", "uint8", "float8_e4m3fn")
-        self.names = {getattr(torch, n): n for n in names}
-        self.dtypes = {n: getattr(torch, n) for n in names}
+        names = ("bfloat16", "float16", "float32", "float64", "uint8", *FORMATS)
+        self.dtypes = {n: getattr(torch, n) for n in names if hasattr(torch, n)}  # older ones have fewer
+        self.names = {kind: n for n, kind in self.dtypes.items()}
         self.grad_enabled = torch.is_grad_enabled
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         # torch's public way builds a Stream object first: 8 microseconds against 0.2.
@@ -163,8 +163,8 @@ class _Torch:
             return _borrow(v, x)
         if x.dtype is self.torch.bfloat16:
             return x.view(self.torch.int16).numpy().view(BFLOAT16)
-        if self.names.get(x.dtype) == "float8_e4m3fn":
-            return x.view(self.torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+        if v.dtype in FORMATS:
+            return x.view(self.torch.uint8).numpy().view(FORMATS[v.dtype].dtype)
         return x.numpy()
 
     def stream(self, x: Any) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +31,11 @@ class Arch:
     @property
     def bf16_mma(self) -> bool:
         return self.cc >= (8, 0)
+
+    @property
+    def fp8(self) -> bool:
+        """The hardware converts to FP8 and back."""
+        return self.cc >= (8, 9)
 
     @property
     def bulk(self) -> bool:
@@ -96,6 +103,20 @@ class Problem:
     captured: bool = False  # the stream is being captured, which cuBLAS through CuPy refuses
 
 
+@dataclass(frozen=True)
+class ScaledProblem:
+    """y [m, n] = a [m, k] @ b [n, k].T with both operands in FP8. dtypes are ml_dtypes names."""
+
+    a_dtype: str
+    b_dtype: str
+    out_dtype: str
+    m: int
+    n: int
+    k: int
+    fast_accum: bool = False  # sums may stay in the tensor cores' registers, which keep fewer bits than float32
+    aligned16: bool = True  # every row of a and of b starts on a multiple of 16 bytes
+
+
 # The argument blocks of kernels, in struct's notation. `launch` packs them; the .cu files mirror them
 # and fail to compile if the size differs.
 # x codes scale bias y, strides of x and y, then m n k steps out panel wider split stages
@@ -103,7 +124,12 @@ LINEAR_ARGS = struct.Struct("@PPPPPqqiiiiiiiiixxxx")
 # the same, then a tile's units, how many tiles have one more, ways, where sums lie, early, and the tensor map of x
 TENSOR_MAP_BYTES = 128
 TILE_ARGS = struct.Struct(f"{LINEAR_ARGS.format}iiiii12x{TENSOR_MAP_BYTES}s")
+# a b, scale a b, bias y, strides of a b y, then m n k out, scales' steps of a b, aligned mapped weights, stages split,
+# tile sums early, and the tensor maps of a b y
+SCALED_ARGS = struct.Struct("@PPPPPPqqqiiiiiiiiiiiiii" + f"{TENSOR_MAP_BYTES}s" * 3)
 QUANTIZE_ARGS = struct.Struct("@PPPPqqqq")  # w codes scale status, strides n k, pitch, k
+# x second residual sum codes scale given, strides and steps, then m k value eps 1/k found mode e5m2
+ACTIVATION_ARGS = struct.Struct("@PPPPPPPqqqqqqqiifffiii")
 STREAM_ARGS = struct.Struct("@PPqq")  # source, destination, 16-byte words, whether to store
 
 # The layout that all kernels read (kernels_cu/linear.cuh): tiles of UNIT channels and STEP of k.
@@ -156,9 +182,10 @@ class Launch:
     smem_bytes: int = 0  # dynamic shared memory
     fields: tuple[int, ...] = ()  # of the argument block after those of LINEAR_ARGS
     box: int = 0  # rows of x that a copy by a tensor map brings; 0: the kernel takes no map
+    boxes: tuple[int, int, int] = (0, 0, 0)  # rows of a, b and y, of a kernel of scaled.cuh
 
 
-def _serves_nothing(target: Target, problem: Problem) -> bool:
+def _serves_nothing(target: Target, problem: Any) -> bool:
     return False
 
 
@@ -175,14 +202,15 @@ class Kernel:
     args: struct.Struct
     defines: tuple[tuple[str, int], ...]
     entries: Callable[[Arch], tuple[str, ...]]
-    serves: Callable[[Target, Problem], bool] = _serves_nothing
-    plan: Callable[[Target, Problem], Launch] | None = None
+    serves: Callable[[Target, Any], bool] = _serves_nothing
+    plan: Callable[[Target, Any], Launch] | None = None
     dynamic_smem: bool = False  # launches ask for shared memory of their own size
+    takes: type = Problem  # what `serves` and `plan` are asked about
 
     @property
     def linear(self) -> bool:
-        """Whether the row serves products at all."""
-        return self.serves is not _serves_nothing
+        """Whether the row serves linear layers."""
+        return self.takes is Problem and self.serves is not _serves_nothing
 
 
 def _ceil(a: int, b: int) -> int:
@@ -435,6 +463,162 @@ def _split(steps: int, most: int) -> int:
     return next(s for s in (8, 4, 2, 1) if s <= most and (s == 1 or steps >= 4 * s))
 
 
+# --- scaled.cuh: scaled_wgmma.cu, scaled_few.cu, scaled_mma_sync.cu -----------------------------------------
+
+SCALED_FORMATS = {  # of a and b -> how rows and files call them
+    ("float8_e4m3fn", "float8_e4m3fn"): "e4m3_e4m3",
+    ("float8_e4m3fn", "float8_e5m2"): "e4m3_e5m2",
+    ("float8_e5m2", "float8_e4m3fn"): "e5m2_e4m3",
+}
+SCALED_STEP = 128  # of k: bytes of a row that a stage has
+SCALED_TILE = 256  # tokens and channels of a cluster in scaled_wgmma.cu
+_SCALED_STAGE = 3 * 128 * SCALED_STEP
+WGMMA_TAIL_BYTES = 2 * (2 * 64 * 128 + 64 * 8)
+# Tokens of a block -> its channels at most; blocks, of this launch and the next, that divide a multiprocessor.
+_FEW_CHANNELS = {8: 128, 16: 128, 32: 128, 64: 256, 128: 256, 256: 128}
+_FEW_FITTING = {8: 2, 16: 2, 32: 2, 64: 1, 128: 1, 256: 1}
+_FEW_PROMOTED = 128  # to so many tokens every 128 of k is added in float32
+_FEW_OWN_SUMS = 32  # to so many tokens the sums have memory of their own
+
+# On an H200: ns of a stage of a block of scaled_wgmma.cu, then of a tile's begin and end.
+_SCALED_NS = {True: (783, 3040), False: (916, 2760)}
+# Of scaled_few.cu, ns on an H200: a stage of a block, what each product of 256 channels and 128 tokens adds to it, a
+# block's begin and end, and adding up the sums of a cluster. Assumed: bytes a ns that memory gives to all blocks, and
+# memory and L2 to one.
+_FEW_STAGE_NS, _FEW_PRODUCT_NS, _FEW_END_NS, _SUMS_NS = 440, 830, 2000, 700
+_MEMORY_RATE, _BLOCK_RATE, _L2_RATE = 4400, 45, 65
+
+
+def _has_formats(formats: tuple[str, str], target: Target, p: ScaledProblem) -> bool:
+    return (p.a_dtype, p.b_dtype) == formats
+
+
+def _scaled_wgmma_tiles(target: Target, p: ScaledProblem) -> tuple[int, int]:
+    """Tiles of clusters, and how many clusters take them."""
+    tiles = _ceil(p.m, SCALED_TILE) * _ceil(p.n, SCALED_TILE)
+    return tiles, min(tiles, target.sms // 2)
+
+
+def _scaled_wgmma_ns(target: Target, p: ScaledProblem) -> float:
+    tiles, clusters = _scaled_wgmma_tiles(target, p)
+    stage_ns, end_ns = _SCALED_NS[p.fast_accum]
+    return _ceil(tiles, clusters) * (_ceil(p.k, SCALED_STEP) * stage_ns + end_ns)
+
+
+def _scaled_wgmma_serves(formats: tuple[str, str], target: Target, p: ScaledProblem) -> bool:
+    return _few_serves(formats, target, p) and _scaled_wgmma_ns(target, p) < _few_choice(target, p)[0]
+
+
+def _scaled_wgmma_plan(target: Target, p: ScaledProblem) -> Launch:
+    blocks = 2 * _scaled_wgmma_tiles(target, p)[1]
+    stages = (target.smem_bytes - WGMMA_TAIL_BYTES) // (_SCALED_STAGE + 16)
+    return Launch(
+        f"scaled_wgmma_{'fast' if p.fast_accum else 'promoted'}", (blocks, 1, 1), 384, 2, stages,
+        stages * (_SCALED_STAGE + 16) + WGMMA_TAIL_BYTES, (0, 0, 1), boxes=(128, 128, 64),
+    )  # fmt: skip
+
+
+def _few_serves(formats: tuple[str, str], target: Target, p: ScaledProblem) -> bool:
+    fits = arch_of(target.arch).wgmma and p.aligned16 and target.smem_bytes >= 227 << 10
+    return fits and _has_formats(formats, target, p)
+
+
+@cache
+def _few_choice(target: Target, p: ScaledProblem) -> tuple[float, int, int, int]:
+    """ns, tokens and channels of a block, blocks of a cluster."""
+    steps, choices = _ceil(p.k, SCALED_STEP), []
+    usable = [t for t in _FEW_CHANNELS if t <= _FEW_PROMOTED or p.fast_accum]
+    fits = next((t for t in usable if p.m <= t), usable[-1])
+    for tokens, (split, share) in itertools.product({fits, min(fits, _FEW_PROMOTED)}, _CLUSTERED.items()):
+        groups, widest = _ceil(p.m, tokens), _FEW_CHANNELS[tokens]
+        if split > 1 and steps < 4 * split:
+            continue
+        room = max(1, int(target.sms * share) // split)  # clusters at a time
+        rounds = _ceil(_ceil(p.n, widest) * groups, room)
+        tile = min(widest, _ceil(_ceil(p.n, max(1, rounds * room // groups)), 16) * 16)
+        rounds = _ceil(_ceil(p.n, tile) * groups, room)
+        stage = max(
+            tile * SCALED_STEP / _BLOCK_RATE,
+            (tile + tokens) * SCALED_STEP / _L2_RATE,
+            _FEW_STAGE_NS + tile * tokens / (256 * 128) * _FEW_PRODUCT_NS,
+        )
+        ns = max(rounds * _ceil(steps, split) * stage, p.n * p.k / _MEMORY_RATE)
+        choices.append((ns + rounds * (_FEW_END_NS + _SUMS_NS * (split > 1)), tokens, tile, split))
+    return min(choices)
+
+
+def few_launch(target: Target, p: ScaledProblem, tokens: int, tile: int, split: int) -> Launch:
+    """The launch of scaled_few.cu with `tokens` and `tile` channels of a block, `split` blocks that share k."""
+    fitting, widest = _FEW_FITTING[tokens], _FEW_CHANNELS[tokens]
+    stage, sums = (tile + tokens) * SCALED_STEP, tokens * widest * 4
+    own_sums = sums if tokens <= _FEW_OWN_SUMS else 0  # else the ring makes room
+    room = target.smem_bytes // fitting - 1024 - own_sums  # the system's own share of a block
+    # The last stage is read as if a tile were as wide as it may be.
+    beyond = max(0, widest - tile - tokens) * SCALED_STEP
+    stages = min((room - beyond) // (stage + 16), 16)
+    ring = stages * (stage + 16)
+    groups = _ceil(p.m, tokens)
+    x, (y, z) = _ceil(p.n, tile) * split, _token_groups(groups)
+    return Launch(
+        f"scaled_few_{tokens}", (x, y, z), 384 if tokens > 64 else 320, split, stages,
+        max(ring + own_sums + beyond, sums), (tile, ring if own_sums else 0, x * y * z <= target.sms * fitting),
+        boxes=(tokens, tile, 0),
+    )  # fmt: skip
+
+
+def _few_plan(target: Target, p: ScaledProblem) -> Launch:
+    return few_launch(target, p, *_few_choice(target, p)[1:])
+
+
+def _scaled_mma_plan(target: Target, p: ScaledProblem) -> Launch:
+    tokens = 16 if p.m <= 32 else 128
+    return Launch(
+        f"scaled_mma_sync_{tokens}", (_ceil(p.n, 128), *_token_groups(_ceil(p.m, tokens))), 256, fields=(0, 0, 1)
+    )
+
+
+def _scaled_rows() -> list[Kernel]:
+    rows = []
+    for formats, name in SCALED_FORMATS.items():
+        defines = tuple((f"{x}_IS_E5M2", int(dtype == "float8_e5m2")) for x, dtype in zip("AB", formats, strict=True))
+        common = {"args": SCALED_ARGS, "takes": ScaledProblem}
+        rows += [
+            Kernel(
+                f"scaled_wgmma_{name}",
+                "scaled_wgmma.cu",
+                # BAND: tiles of tokens worked on together; LEAD: steps that one warpgroup is ahead of the other.
+                defines=(*defines, ("BAND", 8), ("LEAD", 2), ("WGMMA_TAIL_BYTES", WGMMA_TAIL_BYTES)),
+                entries=lambda arch: ("scaled_wgmma_fast", "scaled_wgmma_promoted") if arch.wgmma else (),
+                serves=partial(_scaled_wgmma_serves, formats),
+                plan=_scaled_wgmma_plan,
+                dynamic_smem=True,
+                **common,
+            ),
+            Kernel(
+                f"scaled_few_{name}",
+                "scaled_few.cu",
+                # PREFETCH: rings of b that are brought to L2 before the kernel before this one is done. us on an H200,
+                # without / with one, M = 16: 14336x4096 18.0 / 18.5, 4096x14336 18.4 / 18.8.
+                defines=(*defines, ("PREFETCH", 0), ("HALVES_64", _FEW_CHANNELS[64] // 128)),
+                entries=lambda arch: tuple(f"scaled_few_{t}" for t in _FEW_CHANNELS) if arch.wgmma else (),
+                serves=partial(_few_serves, formats),
+                plan=_few_plan,
+                dynamic_smem=True,
+                **common,
+            ),
+            Kernel(
+                f"scaled_mma_sync_{name}",
+                "scaled_mma_sync.cu",
+                defines=defines,
+                entries=lambda arch: ("scaled_mma_sync_16", "scaled_mma_sync_128"),
+                serves=partial(_has_formats, formats),
+                plan=_scaled_mma_plan,
+                **common,
+            ),
+        ]
+    return rows
+
+
 # --- cuBLAS ----------------------------------------------------------------------------------------------
 
 SLICE_BYTES = 32 << 20  # a widened part of a weight is no larger
@@ -470,6 +654,62 @@ def _quantize_entries(arch: Arch) -> tuple[str, ...]:
         *(f"dequantize_{w}" for w in floats),
         "find_nan",
     )
+
+
+# --- activations.cuh: activations.cu, rms_norm.cu, silu_mul.cu -------------------------------------------
+
+SCALINGS = {(-1, -1): "tensor", (1, -1): "token", (1, 128): "group"}  # block -> the end of an entry's name
+
+
+ROW_THREADS = 1024  # of a block that has a row for itself, at most
+SHARING_THREADS = 256  # of a block where several share a row, at most
+_ROW_DEFINES = (
+    ("MAX_THREADS", ROW_THREADS),
+    ("SHARING_THREADS", SHARING_THREADS),
+    ("NARROW_REGISTERS", 64),
+    ("TENSOR_REGISTERS", 64),
+)
+
+
+def row_threads(k: int) -> int:
+    """Threads of the block that has a row of k values: 32 values each while there are threads enough.
+
+    Eight of them share 128 neighbours. The order in which rms_norm.cu adds a row up depends on it.
+    """
+    return min(ROW_THREADS, 32 * _ceil(_ceil(k, 128), 8))
+
+
+def row_most(itemsize: int) -> int:
+    """Values of a row that a block keeps in registers: 32 a thread, of half as many threads where they have 4 bytes."""
+    return ROW_THREADS * 64 // itemsize
+
+
+def row_launch(entry: str, m: int, k: int, whole: bool) -> Launch:
+    """The launch of an entry of these files for m rows of k values; `whole`: a block has to know all of its row."""
+    threads = row_threads(k) if whole else min(row_threads(k), SHARING_THREADS)
+    return Launch(entry, (max(m, 1), 1 if whole else _ceil(k, 32 * threads), 1), threads)
+
+
+def _row_entries(name: str, *kinds: tuple[str, str]) -> tuple[str, ...]:
+    """For kinds (dtype of x, codes) an entry for each scaling; for every dtype one that takes any kind and any row."""
+    fast = (f"{name}_{x}_{scaling}_{code}" for x, code in kinds for scaling in SCALINGS.values())
+    return (*fast, *(f"{name}_{x}_any" for x in FLOATS))
+
+
+_NARROW = (("bfloat16", "e4m3fn"), ("float16", "e4m3fn"))
+
+
+def _activation_entries(arch: Arch) -> tuple[str, ...]:
+    wide = (("bfloat16", "e5m2"), ("float16", "e5m2")) if arch.fp8 else ()
+    amax = (f"amax_{x}{end}" for x in FLOATS for end in ("", "_any"))
+    return (*_row_entries("quantize", *_NARROW, ("float32", "e4m3fn"), *wide), *amax)
+
+
+# --- stream.cu -------------------------------------------------------------------------------------------
+
+# Threads of a block that reads, and of one that copies; 16-byte loads that a thread has in flight. TB/s of a copy of
+# 403 MB in all on an H200: 1024 threads x 4 loads 4.09, 512 x 4 3.96, 256 x 4 3.84.
+STREAM_THREADS, COPY_THREADS, STREAM_LOADS = 512, 1024, 4
 
 
 KERNELS = (
@@ -536,20 +776,36 @@ KERNELS = (
         (),
         entries=_quantize_entries,
     ),
+    Kernel("activations", "activations.cu", ACTIVATION_ARGS, _ROW_DEFINES, entries=_activation_entries),
+    Kernel(
+        "rms_norm",
+        "rms_norm.cu",
+        ACTIVATION_ARGS,
+        _ROW_DEFINES,
+        entries=lambda arch: _row_entries("rms_norm", *_NARROW),
+    ),
+    Kernel(
+        "silu_mul",
+        "silu_mul.cu",
+        ACTIVATION_ARGS,
+        _ROW_DEFINES,
+        entries=lambda arch: _row_entries("silu_mul", *_NARROW),
+    ),
     Kernel("layout", "layout.cu", LINEAR_ARGS, (), entries=_layout_entries),
     Kernel(
         "stream",
         "stream.cu",
         STREAM_ARGS,
-        (),
+        (("READ_THREADS", STREAM_THREADS), ("COPY_THREADS", COPY_THREADS), ("LOADS", STREAM_LOADS)),
         entries=lambda arch: ("stream_read", "stream_copy"),
     ),
+    *_scaled_rows(),
 )
 
 ROWS = {row.name: row for row in KERNELS}
 
 
 @cache
-def pick(target: Target, problem: Problem) -> Kernel:
+def pick(target: Target, problem: Problem | ScaledProblem) -> Kernel:
     """The first row of KERNELS that serves the problem on the target."""
-    return next(row for row in KERNELS if row.serves(target, problem))
+    return next(row for row in KERNELS if row.takes is type(problem) and row.serves(target, problem))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cufp8 import interop, kernels, runtime
-from cufp8.formats import FLOATS
+from cufp8.formats import FLOATS, SCHEMES
 from cufp8.kernels import Problem, pick
 from cufp8.quantize import QuantizedTensor, _column_chunks, _row_chunks, quantize_to
 
@@ -77,7 +77,20 @@ class Linear:
         pdl: bool = True,
         batch_invariant: bool = False,
     ) -> Linear:
-        """A layer from codes and scales that exist already; parameters as for `Linear`."""
+        """A layer from codes and scales that exist already; parameters as for `Linear`.
+
+        Raises
+        ------
+        ValueError
+            If q holds activations, which may have NaN codes or no rows, or is of no scheme of weights.
+        """
+        if q.activations or q.scheme not in SCHEMES:
+            what = "holds activations" if q.activations else "is of no scheme of weights"
+            raise ValueError(
+                f"Linear: the QuantizedTensor {what} ({q.scheme}: {q.dtype}, block {q.block}, {q.scale_dtype} scales); "
+                f"allowed are weights of {', '.join(SCHEMES)}: make one by quantize(w), or of codes and scales by "
+                "QuantizedTensor(...) without activations=True, which looks for NaN."
+            )
         layer = cls.__new__(cls)
         layer._init(q.to(_place(device, q.codes)), bias, out_dtype, pdl, batch_invariant)
         return layer

@@ -11,7 +11,7 @@ import numpy as np
 
 from cufp8 import interop, kernels, runtime
 from cufp8.block_scaled import E8M0_RULES, Wrong, quantize_blocks, tiles
-from cufp8.formats import FLOATS, FORMATS, SCALE_MIN, SCHEMES, Scheme
+from cufp8.formats import ACTIVATIONS, FLOATS, FORMATS, SCALE_MIN, SCHEMES, Format, Scheme
 from cufp8.formats import scheme as scheme_of
 
 _TILE = 1 << 20  # values handled at once on the host: 4 MiB as float32
@@ -28,15 +28,18 @@ class QuantizedTensor:
         uint8 (or the format's own dtype, one byte each): [N, K], or [N, ceil(K / 2)] where two 4-bit codes share a
         byte, the first in the low half.
     scale
-        One per block: [N, 1] (or [N]) for the block (1, K), [N, ceil(K / 16)] for (1, 16), and so on; float32, or
-        uint8 codes of scale_dtype.
+        One per block: [N, 1] (or [N]) for the block (1, K), [N, ceil(K / 16)] for (1, 16), and so on, [1, 1] (or [1],
+        or []) for (-1, -1); float32, or uint8 codes of scale_dtype.
     dtype, scale_dtype, block
-        As a row of formats.SCHEMES has them together: ml_dtypes names, and the rows and columns that share a scale;
-        (1, K) may be written (1, -1).
+        As a row of formats.SCHEMES or formats.ACTIVATIONS has them together: ml_dtypes names, and the rows and columns
+        that share a scale; (1, K) may be written (1, -1), and (-1, -1) is the whole matrix.
     shape
         (N, K).
     global_scale
         float32 [1] or [N], one more factor, where the scheme has one; else None.
+    activations
+        True: what activations may be and weights may not is allowed, which is NaN (and Inf) codes and no rows at all.
+        No layer takes such a tensor for its weight.
 
     Codes and scales are NumPy arrays where `device` is "cpu", CuPy arrays where it is "cuda:i"; arrays of torch, JAX or
     DLPack are taken without a copy.
@@ -46,8 +49,8 @@ class QuantizedTensor:
     TypeError
         If codes or scales are no arrays, or of another dtype.
     ValueError
-        If no scheme has these dtypes and block, shapes do not fit together, a code is NaN, or a scale is NaN, not
-        finite, negative, or (float32) zero.
+        If no scheme has these dtypes and block, shapes do not fit together, a code is NaN or Inf, or a scale is NaN,
+        not finite, negative, or (float32) zero.
     """
 
     def __init__(
@@ -60,15 +63,18 @@ class QuantizedTensor:
         shape: tuple[int, int],
         block: tuple[int, int],
         global_scale: Any = None,
+        activations: bool = False,
         _trusted: bool = False,
     ) -> None:
         if dtype not in FORMATS:
             raise ValueError(f"QuantizedTensor: dtype {dtype!r} is not known; known: {', '.join(FORMATS)}.")
         shape = tuple(int(n) for n in shape)
-        if len(shape) != 2 or min(shape) < 1:
-            raise ValueError(f"QuantizedTensor: shape is {list(shape)}; needed is [N, K], each at least 1.")
+        least = 0 if activations else 1
+        if len(shape) != 2 or shape[0] < least or shape[1] < 1:
+            each = "K at least 1" if activations else "each at least 1"
+            raise ValueError(f"QuantizedTensor: shape is {list(shape)}; needed is [N, K], {each}.")
         n, k = shape
-        scheme = _scheme_like(dtype, scale_dtype, tuple(block), k)
+        scheme = _scheme_like(dtype, scale_dtype, tuple(block), k, activations)
         size = k if scheme.block[1] == -1 else scheme.block[1]
         codes = _bytes_of(interop.array(codes, "QuantizedTensor: codes"), dtype, "codes")
         scale = interop.array(scale, "QuantizedTensor: scale")
@@ -79,22 +85,24 @@ class QuantizedTensor:
             scale = _bytes_of(scale, scale_dtype, "scale")
         elif scale.dtype != np.float32:
             raise TypeError(f"QuantizedTensor: scale is {scale.dtype}; needed is float32.")
-        wanted = (n, -(-k // size))
-        if tuple(scale.shape) != wanted and not (wanted[1] == 1 and scale.shape == (n,)):
-            each = "row" if size == k else f"{size} values of a row"
+        whole = scheme.block[0] == -1
+        wanted = (1 if whole else n, -(-k // size))
+        flat = () if wanted[1] > 1 else ((), (1,)) if whole else ((n,),)
+        if tuple(scale.shape) not in (wanted, *flat):
+            each = "tensor" if whole else "row" if size == k else f"{size} values of a row"
             raise ValueError(
                 f"QuantizedTensor: scale has shape {list(scale.shape)}; needed is {list(wanted)}, a scale per {each}."
             )
         self.codes, self.scale = codes, scale.reshape(wanted)
-        self.dtype, self.scale_dtype, self.scheme = dtype, scale_dtype, scheme.name
-        self.shape, self.block = shape, (1, size)
+        self.dtype, self.scale_dtype, self.scheme, self.activations = dtype, scale_dtype, scheme.name, activations
+        self.shape, self.block = shape, scheme.block if whole else (1, size)
         self.global_scale = self._global(global_scale, scheme)
         if interop.on_host(codes) != interop.on_host(scale):
             raise ValueError("QuantizedTensor: codes and scale lie on different devices; move one of them.")
         if not interop.on_host(codes) and codes.device != scale.device:
             raise ValueError("QuantizedTensor: codes and scale lie on different GPUs; move one of them.")
         if not _trusted:
-            self._check()
+            self._check(activations)
 
     def _global(self, given: Any, scheme: Scheme) -> Any:
         if (given is not None) != scheme.global_scale:
@@ -116,7 +124,7 @@ class QuantizedTensor:
             )
         return g
 
-    def _check(self) -> None:
+    def _check(self, activations: bool) -> None:
         if not interop.on_host(self.codes):
             import cupy
 
@@ -135,12 +143,14 @@ class QuantizedTensor:
                 f"QuantizedTensor: {np.count_nonzero(wrong)} of {scale.size} scales are not finite and positive, the "
                 f"first at row {at[0]}, block {at[1]}: {shown}."
             )
-        if self.dtype != "float8_e4m3fn":
+        if activations or np.isfinite(FORMATS[self.dtype].table).all():
             return
-        nan = _find_nan(self.codes)
-        if nan.count:
+        wrong = _find_nan(self.codes, FORMATS[self.dtype])
+        if wrong.count:
+            kinds = "NaN or Inf" if self.dtype == "float8_e5m2" else "NaN"
             raise ValueError(
-                f"QuantizedTensor: {nan.count} of the {self.dtype} codes are NaN, the first at {nan.position}."
+                f"QuantizedTensor: {wrong.count} of the {self.dtype} codes are {kinds}, the first at {wrong.position}; "
+                "a weight may have none, activations may: QuantizedTensor(..., activations=True)."
             )
 
     @property
@@ -176,14 +186,16 @@ class QuantizedTensor:
             shape=self.shape,
             block=self.block,
             global_scale=None if self.global_scale is None else move(self.global_scale),
+            activations=self.activations,
             _trusted=True,
         )
 
     def dequantize(self, dtype: str = "float32") -> Any:
         """The values, rounded to `dtype` (a float's ml_dtypes name); NumPy or CuPy, shape [N, K].
 
-        One scale a row: code * scale in float32, rounded again to a 16-bit dtype. Block scales: the exact product of
-        code, scale and global scale; other dtypes than float64 get it by way of float32. On a GPU the host computes it.
+        One float32 scale a row, or for all: code * scale in float32, rounded again to a 16-bit dtype. Block scales: the
+        exact product of code, scale and global scale; other dtypes than float64 get it by way of float32. On a GPU the
+        host computes all but FP8A16.
 
         Raises
         ------
@@ -193,7 +205,7 @@ class QuantizedTensor:
         if dtype not in _WEIGHTS:
             raise ValueError(f"dequantize: dtype is {dtype!r}; allowed are {', '.join(_WEIGHTS)}.")
         if not interop.on_host(self.codes):
-            if self.scale_dtype == "float32":
+            if self.scheme == "FP8A16":
                 return _dequantize_gpu(self, dtype)
             import cupy
 
@@ -209,13 +221,19 @@ class QuantizedTensor:
     def _values(self, r: slice, c: slice) -> np.ndarray:
         """Some rows and columns, on the host: float32 for one scale a row, else float64, exact."""
         factor = self.row_scale(r)[:, None]
-        return self.widened(r, c) * (factor if self.scale_dtype == "float32" else factor.astype(np.float64))
+        return self.widened(r, c) * (factor if self._scaled_by_row else factor.astype(np.float64))
+
+    @property
+    def _scaled_by_row(self) -> bool:
+        """Whether a row has one scale, of float32: its own, or that of the whole matrix."""
+        return self.scale_dtype == "float32" and self.scale.shape[1] == 1
 
     def widened(self, r: slice, c: slice) -> np.ndarray:
         """code * block scale of some rows and columns, on the host and without a rounding.
 
-        float32 where that is exact: everywhere but for blocks with e8m0 scales near the ends of their range, where it
-        is float64. A scale per row is left out: it is `row_scale`. c starts on a multiple of the block.
+        float32 where that is exact: everywhere but for blocks with float32 scales, or with e8m0 scales near the ends of
+        their range, where it is float64. A scale per row is left out: it is `row_scale`. c starts on a multiple of the
+        block.
         """
         fmt = FORMATS[self.dtype]
         if fmt.bits == 4:
@@ -224,19 +242,22 @@ class QuantizedTensor:
             values = pairs.take(packed, axis=0).reshape(packed.shape[0], -1)[:, : c.stop - c.start]
         else:
             values = fmt.table.take(self.codes[r, c])
-        if self.scale_dtype == "float32":
+        if self._scaled_by_row:
             return values
         size = self.block[1]
-        codes = self.scale[r, c.start // size : -(-c.stop // size)]
-        scale = FORMATS[self.scale_dtype].table[codes]
-        if self.scale_dtype == "float8_e8m0fnu" and (codes.max() > 246 or codes.min() < 3):
-            values, scale = values.astype(np.float64), np.ldexp(1.0, codes.astype(np.int32) - 127)
+        scale = self.scale[r, c.start // size : -(-c.stop // size)]
+        if self.scale_dtype == "float32":
+            values = values.astype(np.float64)
+        elif self.scale_dtype == "float8_e8m0fnu" and (scale.max() > 246 or scale.min() < 3):
+            values, scale = values.astype(np.float64), np.ldexp(1.0, scale.astype(np.int32) - 127)
+        else:
+            scale = FORMATS[self.scale_dtype].table[scale]
         return values * np.repeat(scale, size, axis=1)[:, : c.stop - c.start]
 
     def row_scale(self, r: slice) -> np.ndarray:
         """The float32 factor of each of some rows that `widened` leaves out, on the host: [rows]."""
-        if self.scale_dtype == "float32":
-            return self.scale[r].ravel()
+        if self._scaled_by_row:
+            return np.broadcast_to(self.scale[:, 0], self.shape[:1])[r]
         if self.global_scale is None:
             return np.ones(r.stop - r.start, np.float32)
         return np.broadcast_to(self.global_scale, self.shape[:1])[r]
@@ -325,13 +346,16 @@ def _quantized(codes: Any, scale: Any, row: Scheme, shape: Any, global_scale: An
     )
 
 
-def _scheme_like(dtype: str, scale_dtype: str, block: tuple[int, ...], k: int) -> Scheme:
-    """The scheme with these dtypes and this block."""
-    same = [s for s in SCHEMES.values() if s.dtype == dtype]
+def _scheme_like(dtype: str, scale_dtype: str, block: tuple[int, ...], k: int, activations: bool) -> Scheme:
+    """The scheme with these dtypes and this block; where weights and activations have one, that of what it is."""
+    weights = tuple(SCHEMES.values())
+    same = [s for s in (ACTIVATIONS + weights if activations else weights + ACTIVATIONS) if s.dtype == dtype]
     for s in same:
-        if s.scale_dtype == scale_dtype and (block == s.block or (s.block[1] == -1 and block == (1, k))):
+        if s.scale_dtype == scale_dtype and (block == s.block or (s.block == (1, -1) and block == (1, k))):
             return s
-    known = "; ".join(f"{s.scale_dtype} with block {(1, k) if s.block[1] == -1 else s.block}" for s in same)
+    known = "; ".join(
+        dict.fromkeys(f"{s.scale_dtype} with block {(1, k) if s.block == (1, -1) else s.block}" for s in same)
+    )
     raise ValueError(
         f"QuantizedTensor: {dtype} codes with scale_dtype {scale_dtype!r} and block {block} are no scheme; allowed: "
         f"{known or 'none'}."
@@ -376,11 +400,23 @@ def _column_chunks(shape: tuple[int, int]) -> Iterator[slice]:
     return (slice(i, min(i + _TILE, shape[1])) for i in range(0, shape[1], _TILE))
 
 
-def _quantize_host(w: np.ndarray, fmt: Any) -> tuple[np.ndarray, np.ndarray, Wrong]:
+def scales_of(amax: np.ndarray, fmt: Format) -> np.ndarray:
+    """The float32 scale with which the largest magnitude (float32) becomes the format's; 1 where there is none."""
+    return np.where(amax == 0, np.float32(1), np.maximum(amax / np.float32(fmt.max), np.float32(SCALE_MIN)))
+
+
+def codes_of(values: np.ndarray, scale: np.ndarray, fmt: Format) -> np.ndarray:
+    """Codes of values / scale, both float32: ties to even, saturated; NaN becomes some NaN code, Inf the largest."""
+    top = np.float32(fmt.max)
+    quotient = values / scale
+    np.clip(quotient, -top, top, out=quotient)
+    return quotient.astype(fmt.dtype).view(np.uint8)
+
+
+def _quantize_host(w: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray, Wrong]:
     """Codes, scales, and which values are not finite."""
     n, k = w.shape
     codes, scale, wrong = np.empty((n, k), np.uint8), np.empty((n, 1), np.float32), Wrong(k)
-    top = np.float32(fmt.max)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for r in _row_chunks(w.shape, _TILE):
             amax = np.zeros((r.stop - r.start, 1), np.float32)
@@ -388,11 +424,9 @@ def _quantize_host(w: np.ndarray, fmt: Any) -> tuple[np.ndarray, np.ndarray, Wro
                 tile = np.abs(w[r, c].astype(np.float32))
                 wrong.add(~np.isfinite(tile), r, c)
                 np.maximum(amax, tile.max(axis=1, keepdims=True), out=amax)
-            scale[r] = np.where(amax == 0, np.float32(1), np.maximum(amax / top, np.float32(SCALE_MIN)))
+            scale[r] = scales_of(amax, fmt)
             for c in _column_chunks(w.shape):
-                tile = w[r, c].astype(np.float32) / scale[r]
-                np.clip(tile, -top, top, out=tile)
-                codes[r, c] = tile.astype(fmt.dtype).view(np.uint8)
+                codes[r, c] = codes_of(w[r, c].astype(np.float32), scale[r], fmt)
     return codes, scale, wrong
 
 
@@ -475,8 +509,11 @@ def _dequantize_gpu(q: QuantizedTensor, dtype: str) -> Any:
     return out
 
 
-def _find_nan(codes: Any) -> Wrong:
+def _find_nan(codes: Any, fmt: Format) -> Wrong:
+    """Which codes are NaN or Inf; on a GPU by quantize.cu where the format is the one that it knows."""
     n, k = codes.shape
+    if fmt.name != "float8_e4m3fn":
+        codes = interop.to_host(codes)
     if not interop.on_host(codes):
         import cupy
 
@@ -487,9 +524,9 @@ def _find_nan(codes: Any) -> Wrong:
             stream = interop.stream(codes)
             arrays = (0, codes.data.ptr, 0)
             return _with_status("find_nan", n, device, stream, arrays, (0, 0, codes.strides[0], k))
-    wrong = Wrong(k)
+    wrong, finite = Wrong(k), np.isfinite(fmt.table)
     for r, c in tiles(codes.shape):
-        wrong.add((codes[r, c] & 0x7F) == 0x7F, r, c)
+        wrong.add(~finite[codes[r, c]], r, c)
     return wrong
 
 

@@ -33,6 +33,7 @@ from cufp8.kernels import (
     Kernel,
     Launch,
     Problem,
+    ScaledProblem,
     Target,
     arch_of,
 )
@@ -80,26 +81,38 @@ def options(row: Kernel, arch: str) -> tuple[str, ...]:
     )
 
 
-# Problems whose launches stand for a row's rule in its digest.
-_PROBES = tuple(
-    Problem("FP8A16", (1, k), x, x, m, n, k, aligned16=k % 8 == 0)
-    for n, k in ((1024, 8192), (4096, 4096), (4096, 14336), (6144, 4096), (28672, 8192), (151936, 4096), (1000, 4097))
-    for m in (1, 2, 8, 16, 32, 64, 100, 256, 257, 4096)
-    for x in FLOATS
-)
+def _probes() -> list[Problem | ScaledProblem]:
+    """Problems whose launches stand for a row's rule in its digest."""
+    linear = ((1024, 8192), (4096, 4096), (4096, 14336), (6144, 4096), (28672, 8192), (151936, 4096), (1000, 4097))
+    scaled = ((4096, 4096), (4096, 14336), (14336, 4096), (7168, 16384), (28672, 8192), (1000, 4097))
+    e4m3 = "float8_e4m3fn"
+    return [
+        *(
+            Problem("FP8A16", (1, k), x, x, m, n, k, aligned16=k % 8 == 0)
+            for n, k in linear
+            for m in (1, 2, 8, 16, 32, 64, 100, 256, 257, 4096)
+            for x in FLOATS
+        ),
+        *(
+            ScaledProblem(e4m3, e4m3, "bfloat16", m, n, k, fast_accum=fast, aligned16=k % 16 == 0)
+            for n, k in scaled
+            for m in (1, 16, 64, 128, 256, 512, 4096)
+            for fast in (True, False)
+        ),
+    ]
 
 
 @cache
 def digests() -> dict[str, str]:
     """sha256 per row of KERNELS over its sources, its constants, and how it would be launched. Needs no GPU."""
-    found = {}
+    found, probes = {}, _probes()
     for row in KERNELS:
         h = hashlib.sha256()
         for name, text in sorted(sources(row.source).items()):
             h.update(name.encode() + b"\0" + text + b"\0")
         h.update(repr((row.args.format, row.defines)).encode())
         for target in (Target("sm_90a", 132, 232448, True), Target("sm_80", 108, 166912, False)):
-            served = [p for p in _PROBES if row.serves(target, p)]
+            served = [p for p in probes if row.takes is type(p) and row.serves(target, p)]
             h.update(repr([row.plan(target, p) if row.plan else p for p in served]).encode())
         found[row.name] = h.hexdigest()
     return found
@@ -491,18 +504,20 @@ class Product(Launcher):
 
 
 @lru_cache(4096)
-def tensor_map(x: int, rows: int, columns: int, stride: int, box: int) -> bytes:
-    """A CUtensorMap: how the kernels of tiles.cuh copy x, 16-bit values [rows, columns] at an address.
+def tensor_map(x: int, rows: int, columns: int, stride: int, box: int, size: int = 2) -> bytes:
+    """A CUtensorMap: how kernels copy x, values [rows, columns] of `size` bytes at an address.
 
-    Rows are `stride` values apart; x and rows start on 16 bytes. A copy brings `box` rows of 64 columns, zeros for what
-    lies outside.
+    Rows are `stride` values apart; x and rows start on 16 bytes. A copy brings `box` rows of 128 bytes, zeros for what
+    lies outside, or stores them but for that.
     """
     room = ctypes.create_string_buffer(TENSOR_MAP_BYTES + 64)
     at = -(-ctypes.addressof(room) // 64) * 64
-    uint16, swizzle_128, promote_256 = 1, 3, 3  # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
+    swizzle_128, promote_256 = 3, 3  # CUtensorMapSwizzle, CUtensorMapL2promotion
+    kind = {1: 0, 2: 1, 4: 2}[size]  # CUtensorMapDataType: unsigned integers
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), uint16, 2, ctypes.c_void_p(x),
-        (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(2 * stride), (ctypes.c_uint32 * 2)(64, box),
+        ctypes.c_void_p(at), kind, 2, ctypes.c_void_p(x),
+        (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(size * stride),
+        (ctypes.c_uint32 * 2)(128 // size, box),
         (ctypes.c_uint32 * 2)(1, 1), 0, swizzle_128, promote_256, 0,
     )  # fmt: skip
     _check(status, f"making a tensor map of [{rows}, {columns}] at {x:#x}")

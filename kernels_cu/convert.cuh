@@ -1,7 +1,7 @@
 // Number conversion: e4m3fn codes and 16-bit floats to and from float, in registers, without CUDA's own headers.
 // Two values share a 32-bit word, the first in the low half; four codes share a word.
 // Every conversion of a code is exact: e4m3fn is a subset of float16 and of bfloat16.
-// From sm_89 the hardware converts; below it integer code does. NaN codes never reach a kernel.
+// From sm_89 the hardware converts; below it integer code does. NaN codes never come in; NaN goes out as 0x7f.
 // Sources: OCP 8-bit Floating Point Specification 1.0, section 5; PTX ISA, cvt.
 #pragma once
 
@@ -80,25 +80,38 @@ template <int PAIR> __device__ __forceinline__ float2 e4m3_to_float2(uint32_t co
     return f16x2_to_float2(e4m3_to_f16x2<PAIR>(codes));
 }
 
-// Two floats of magnitude <= 448 (or any finite: they saturate) -> two codes in 16 bits, ties to even, the first in the
-// low byte.
-__device__ __forceinline__ uint32_t float_to_e4m3(float v) {
+// A float to a code below sm_89: SMALLEST is the power of two that the least normal code has, TOP the largest value.
+template <int MANTISSA_BITS, int SMALLEST, int TOP> __device__ __forceinline__ uint32_t float_to_code(float v) {
+    constexpr int GONE = 23 - MANTISSA_BITS; // bits of the mantissa
     const uint32_t sign = __float_as_uint(v) >> 24 & 0x80;
-    const float a = fminf(fabsf(v), 448.0f);
-    if (a < 0.015625f) // below 2^-6 a code counts steps of 2^-9
-        return sign | static_cast<uint32_t>(__float2int_rn(a * 512.0f));
+    const float a = fminf(fabsf(v), float(TOP));
+    if (v != v) return 0x7f;
+    if (a < __uint_as_float(SMALLEST + 127 << 23)) // there a code counts steps
+        return sign | static_cast<uint32_t>(__float2int_rn(a * __uint_as_float(MANTISSA_BITS - SMALLEST + 127 << 23)));
     const uint32_t u = __float_as_uint(a);
-    const uint32_t rounded = (u + 0x7ffffu + (u >> 20 & 1)) >> 20; // twenty mantissa bits go
-    return sign | (rounded - (120u << 3));                         // exponent bias 127 -> 7
+    const uint32_t rounded = (u + (1u << GONE - 1) - 1 + (u >> GONE & 1)) >> GONE;
+    return sign | (rounded - (SMALLEST + 126 << MANTISSA_BITS)); // the exponent's bias
 }
 
+// Two floats (what is beyond the largest value becomes it) -> two codes in 16 bits, ties to even, the first in the low
+// byte.
 __device__ __forceinline__ uint32_t float2_to_e4m3(float first, float second) {
 #if __CUDA_ARCH__ >= 890
     uint16_t codes;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
     return codes;
 #else
-    return float_to_e4m3(first) | float_to_e4m3(second) << 8;
+    return float_to_code<3, -6, 448>(first) | float_to_code<3, -6, 448>(second) << 8;
+#endif
+}
+
+__device__ __forceinline__ uint32_t float2_to_e5m2(float first, float second) {
+#if __CUDA_ARCH__ >= 890
+    uint16_t codes;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
+    return codes;
+#else
+    return float_to_code<2, -14, 57344>(first) | float_to_code<2, -14, 57344>(second) << 8;
 #endif
 }
 

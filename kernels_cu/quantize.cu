@@ -6,7 +6,7 @@
 // Shared memory: one partial maximum a warp.
 // status[0] counts the values that are not finite as float32, status[1] is the least index n * K + k of them (set to
 // 2^64 - 1 before). A row with such values has the scale of the others, and no codes.
-#include "convert.cuh"
+#include "scaling.cuh"
 
 struct QuantizeArgs {
     void *w; // quantize_* read it, dequantize_* write it
@@ -33,115 +33,14 @@ constexpr int BLOCKS = 1024 / THREADS;
 // registers: of longer rows the rest is read again, from L2.
 constexpr int KEPT = 4;
 
-// What a 16-byte piece of a row holds, as floats.
-template <class X> struct Piece;
-
-template <> struct Piece<F32> {
-    static constexpr int SIZE = 4;
-    static __device__ __forceinline__ void floats(const uint4 &v, float (&f)[SIZE]) {
-        f[0] = __uint_as_float(v.x), f[1] = __uint_as_float(v.y), f[2] = __uint_as_float(v.z),
-        f[3] = __uint_as_float(v.w);
-    }
-};
-
-template <> struct Piece<F64> {
-    static constexpr int SIZE = 2;
-    static __device__ __forceinline__ void floats(const uint4 &v, float (&f)[SIZE]) {
-        f[0] = F64::to_float(__hiloint2double(v.y, v.x)), f[1] = F64::to_float(__hiloint2double(v.w, v.z));
-    }
-};
-
-template <class X> struct Piece {
-    static constexpr int SIZE = 8;
-    static __device__ __forceinline__ void floats(const uint4 &v, float (&f)[SIZE]) {
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 two = X::widen(words[i]);
-            f[2 * i] = two.x, f[2 * i + 1] = two.y;
-        }
-    }
-};
-
-// Bits of a magnitude order as magnitudes do, Inf and NaN above all that is finite.
-constexpr uint32_t INFINITE = 0x7f800000u;
-__device__ __forceinline__ uint32_t magnitude(float v) { return __float_as_uint(v) & 0x7fffffffu; }
-
-// The larger of `top` and the magnitudes in a piece. 16-bit values stay as they are, two maxima side by side ...
-template <class X> __device__ __forceinline__ uint32_t larger(uint32_t top, const uint4 &v) {
-    if constexpr (Piece<X>::SIZE == 8) {
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) top = __vmaxu2(top, words[i] & 0x7fff7fffu);
-    } else {
-        float f[Piece<X>::SIZE];
-        Piece<X>::floats(v, f);
-#pragma unroll
-        for (int j = 0; j < Piece<X>::SIZE; ++j) top = max(top, magnitude(f[j]));
-    }
-    return top;
-}
-
-// ... until this makes a float's bits of them.
-template <class X> __device__ __forceinline__ uint32_t largest(uint32_t top) {
-    if constexpr (Piece<X>::SIZE == 8) top = magnitude(X::to_float(max(top & 0xffffu, top >> 16)));
-    return top;
-}
-
-__device__ __forceinline__ uint32_t warp_max(uint32_t v) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_max_sync(0xffffffffu, v);
-#else
-#pragma unroll
-    for (int d = 16; d; d /= 2) v = max(v, __shfl_xor_sync(0xffffffffu, v, d));
-    return v;
-#endif
-}
-
-// The largest of all threads' values, for all threads.
-__device__ __forceinline__ uint32_t block_max(uint32_t v) {
-    __shared__ uint32_t tops[THREADS / 32];
-    v = warp_max(v);
-    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = v;
-    __syncthreads(); // every warp's maximum is there
-    return warp_max(tops[threadIdx.x % (THREADS / 32)]);
-}
-
-// A quotient v / by nearer to the exact one: put right by its remainder. In these signs -0 stays -0.
-// Source: P. Markstein, IA-64 and Elementary Functions, 2000, chapter 8.
-__device__ __forceinline__ float put_right(float q, float v, float by, float reciprocal) {
-    return fmaf(fmaf(q, by, -v), -reciprocal, q);
-}
-
-// Division by one scale many times: the reciprocal of its mantissa is found once; its power of two multiplies, so that
-// no remainder that matters is subnormal. Put right twice, a quotient is correctly rounded. Once, it may miss that where
-// it is within 2^-46 of half-way between two floats; but of 16-bit values all pairs of amax and w were tried, and every
-// code is right.
-template <class X> struct Divider {
-    static constexpr int STEPS = sizeof(typename X::element) == 2 ? 1 : 2;
-    float power, mantissa, reciprocal;
-
-    __device__ __forceinline__ explicit Divider(float scale)
-        : power(__uint_as_float((254u << 23) - (__float_as_uint(scale) & 0x7f800000u))),
-          mantissa(__uint_as_float((__float_as_uint(scale) & 0x007fffffu) | 0x3f800000u)),
-          reciprocal(__frcp_rn(mantissa)) {}
-
-    __device__ __forceinline__ float divide(float v) const {
-        v *= power;
-        float q = v * reciprocal;
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i) q = put_right(q, v, mantissa, reciprocal);
-        return q;
-    }
-};
-
-// The row's scale from its largest magnitude. By 448 one step is enough for every float: all were tried.
 __device__ __forceinline__ float row_scale(const QuantizeArgs &a, uint32_t amax) {
-    const float m = __uint_as_float(amax), reciprocal = 1.0f / 448.0f;
-    const float scale = amax == 0 ? 1.0f : fmaxf(put_right(m * reciprocal, m, 448.0f, reciprocal), 0x1p-126f);
+    const float scale = scale_of(amax, 1.0f);
     if (threadIdx.x == 0) a.scale[blockIdx.x] = scale;
     return scale;
 }
+
+// Sixteen bits of a value and of its row's amax are few enough to have tried all pairs.
+template <class X> using RowDivider = Divider<sizeof(typename X::element) != 2>;
 
 // A row with values that are not finite: tells of them; the scale is that of the others, and no code is written.
 template <class X> __device__ __forceinline__ void refuse(const QuantizeArgs &a) {
@@ -180,7 +79,7 @@ template <class X> __device__ __forceinline__ void quantize_pieces(const Quantiz
 
     const uint32_t amax = block_max(largest<X>(top));
     if (amax >= INFINITE) return refuse<X>(a);
-    const Divider<X> by(row_scale(a, amax));
+    const RowDivider<X> by(row_scale(a, amax));
     const auto write = [&](const uint4 &v, int i) {
         float f[SIZE];
         Piece<X>::floats(v, f);
@@ -212,7 +111,7 @@ template <class X> __device__ __forceinline__ void quantize_elements(const Quant
 
     const uint32_t amax = block_max(top);
     if (amax >= INFINITE) return refuse<X>(a);
-    const Divider<X> by(row_scale(a, amax));
+    const RowDivider<X> by(row_scale(a, amax));
     for (int64_t k = threadIdx.x; k < a.pitch; k += THREADS) {
         const float v = k < a.k ? X::to_float(row[k * a.stride_k]) : 0.0f;
         codes[k] = static_cast<uint8_t>(float2_to_e4m3(by.divide(v), 0.0f));

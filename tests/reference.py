@@ -1,6 +1,6 @@
 """A float64 oracle of the numeric contract, written from the specifications alone.
 
-Nothing here comes from cufp8 (nor from ml_dtypes): the e4m3fn table follows the definition in the
+Nothing here comes from cufp8 (nor from ml_dtypes): the e4m3fn and e5m2 tables follow the definitions in the
 "OCP 8-bit Floating Point Specification (OFP8)", revision 1.0, section 5, in integer arithmetic; the
 quantiser searches that table in exact arithmetic; the product is taken in float64 on the very codes
 and scales that a kernel read, and judged element by element.
@@ -30,10 +30,11 @@ UNIT = 2.0**-9
 NAN_CODE = 0x7F
 
 
-def _units(code: int) -> int:
-    """Magnitude of a finite code in units of 2^-9."""
-    exponent, mantissa = (code >> 3) & 15, code & 7
-    return mantissa if exponent == 0 else (8 + mantissa) << (exponent - 1)
+def _units(code: int, mantissa_bits: int = 3) -> int:
+    """Magnitude of a finite non-negative code in units of the smallest subnormal."""
+    one = 1 << mantissa_bits
+    exponent, mantissa = code >> mantissa_bits, code & (one - 1)
+    return mantissa if exponent == 0 else (one + mantissa) << (exponent - 1)
 
 
 MAGNITUDES = tuple(_units(code) for code in range(NAN_CODE))  # 127 of them, strictly increasing
@@ -43,8 +44,40 @@ VALUES = np.array(_HALF + [-value for value in _HALF])  # of all 256 codes; -0.0
 # Half-way points between neighbours: whole multiples of 2^-10, exact in float64.
 TIES = np.array([(a + b) * UNIT / 2 for a, b in zip(MAGNITUDES, MAGNITUDES[1:], strict=False)])
 
+# --- e5m2 ---------------------------------------------------------------------------------------
+# Sign 1, exponent 5 (bias 15), mantissa 2: whole multiples of 2^-16. S.11111.00 is Inf, the three above are NaN.
+UNIT_E5M2 = 2.0**-16
+INF_CODE_E5M2 = 0x7C
+MAGNITUDES_E5M2 = tuple(_units(code, 2) for code in range(INF_CODE_E5M2))
+_HALF_E5M2 = [magnitude * UNIT_E5M2 for magnitude in MAGNITUDES_E5M2] + [math.inf] + [math.nan] * 3
 
-def nearest_code(value: Fraction | float, negative: bool = False) -> int:
+
+@dataclass(frozen=True)
+class Element:
+    """An FP8 format: magnitudes of its finite codes in units of its smallest subnormal, values of all 256 codes, and
+    half-way points between neighbours."""
+
+    unit: float
+    magnitudes: tuple[int, ...]
+    values: np.ndarray
+
+    @property
+    def ties(self) -> np.ndarray:
+        m = self.magnitudes
+        return np.array([(a + b) * self.unit / 2 for a, b in zip(m, m[1:], strict=False)])
+
+    @property
+    def max(self) -> float:
+        return self.magnitudes[-1] * self.unit
+
+
+ELEMENTS = {
+    "float8_e4m3fn": Element(UNIT, MAGNITUDES, VALUES),
+    "float8_e5m2": Element(UNIT_E5M2, MAGNITUDES_E5M2, np.array(_HALF_E5M2 + [-value for value in _HALF_E5M2])),
+}
+
+
+def nearest_code(value: Fraction | float, negative: bool = False, dtype: str = "float8_e4m3fn") -> int:
     """The code nearest to one number, by looking at every code: ties to even, saturating.
 
     Parameters
@@ -55,17 +88,19 @@ def nearest_code(value: Fraction | float, negative: bool = False) -> int:
         Sign of a zero.
     """
     exact = Fraction(value) if isinstance(value, Fraction) else Fraction(float(value))
-    target = abs(exact) / Fraction(UNIT)
-    best = min(range(NAN_CODE), key=lambda code: (abs(MAGNITUDES[code] - target), code & 1))
+    element = ELEMENTS[dtype]
+    target = abs(exact) / Fraction(element.unit)
+    codes = range(len(element.magnitudes))
+    best = min(codes, key=lambda code: (abs(element.magnitudes[code] - target), code & 1))
     return best | (0x80 if exact < 0 or (exact == 0 and negative) else 0)
 
 
-def encode(values: np.ndarray) -> np.ndarray:
-    """Codes nearest to finite float64 (or narrower) numbers: ties to even, saturating to +-448."""
-    values = np.asarray(values, np.float64)
+def encode(values: np.ndarray, dtype: str = "float8_e4m3fn") -> np.ndarray:
+    """Codes nearest to float64 (or narrower) numbers, not NaN: ties to even, saturating to the largest finite value."""
+    values, ties = np.asarray(values, np.float64), ELEMENTS[dtype].ties
     magnitude = np.abs(values)
-    index = np.searchsorted(TIES, magnitude, side="left")
-    tie = TIES[np.minimum(index, len(TIES) - 1)] == magnitude
+    index = np.searchsorted(ties, magnitude, side="left")
+    tie = ties[np.minimum(index, len(ties) - 1)] == magnitude
     index = index + (tie & (index % 2 == 1))  # at a tie, index is the lower neighbour
     return (index | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
 
@@ -99,6 +134,143 @@ def quantize(w: Any) -> tuple[np.ndarray, np.ndarray]:
             quotient = (rows / s.astype(np.float64)).astype(np.float32)
         codes[i : i + step] = encode(quotient)
     return codes, scale
+
+
+def quantize_activations(
+    x: Any, block: tuple[int, int], dtype: str = "float8_e4m3fn", scale: float | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes [M, K] (uint8) and scales [rows of blocks, blocks in a row] (float32) of x [..., K], block by block.
+
+    amax over finite values, scale max(fp32(amax / max), 2^-126) or 1 where there is none; codes of fp32(x / scale),
+    saturated; 0x7F where x is NaN or Inf. Divisions as `quantize` takes them.
+    """
+    x = to_float64(x)
+    x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    (m, k), element = x.shape, ELEMENTS[dtype]
+    high, wide = (max(m, 1) if block[0] == -1 else block[0]), (k if block[1] == -1 else block[1])
+    codes = np.empty((m, k), np.uint8)
+    scales = np.ones((1 if block[0] == -1 else m, -(-k // wide)), np.float32)
+    for i, j in np.ndindex(scales.shape):
+        at = slice(i * high, i * high + high), slice(j * wide, j * wide + wide)
+        part = x[at]
+        finite = np.isfinite(part)
+        amax = np.abs(part[finite]).max(initial=0)
+        if scale is not None:
+            scales[i, j] = scale
+        elif amax:
+            scales[i, j] = max(np.float32(amax / element.max), np.float32(2.0**-126))
+        with np.errstate(all="ignore"):
+            quotient = (np.where(finite, part, 0) / np.float64(scales[i, j])).astype(np.float32)
+        quotient = np.copysign(quotient, part)  # the sign of a zero
+        codes[at] = np.where(finite, encode(quotient, dtype), 0x7F)
+    return codes, scales
+
+
+# --- what stands before the quantiser -----------------------------------------------------------
+def to_float32(exact: Fraction) -> float:
+    """The float32 number nearest to an exact one, ties to even; infinite beyond the largest. For single numbers."""
+    if exact == 0:
+        return 0.0
+    exponent = abs(exact).numerator.bit_length() - abs(exact).denominator.bit_length()
+    if abs(exact) < Fraction(2) ** exponent:
+        exponent -= 1
+    unit = Fraction(2) ** (max(exponent, -126) - 23)
+    found = round(exact / unit) * unit  # Python rounds a Fraction's ties to even
+    return math.copysign(math.inf, exact) if abs(found) >= 2**128 else float(found)
+
+
+def fma(a: float, b: float, c: float) -> float:
+    """a * b + c of finite float32 numbers with one rounding. A zero has no sign here."""
+    return to_float32(Fraction(a) * Fraction(b) + Fraction(c))
+
+
+def sum_of_squares(h: list[float], threads: int, piece: int) -> float:
+    """As rms_norm.cu says that it adds a row up: `threads` of a block, and `piece` values in 16 bytes.
+
+    A thread's unit is of 16 values, in pieces that are 8 pieces apart; eight threads share 128 neighbours.
+    """
+    sums = []
+    for thread in range(threads):
+        chains = [0.0] * 4
+        for unit in range(thread, -(-len(h) // 128) * 8, threads):
+            first = unit // 8 * 128 + unit % 8 * piece
+            for i in range(16):
+                at = first + i // piece * 8 * piece + i % piece
+                if at < len(h):
+                    chains[i % 4] = fma(h[at], h[at], chains[i % 4])
+        sums.append(_add(_add(chains[0], chains[1]), _add(chains[2], chains[3])))
+    warps = [_over_lanes(sums[i : i + 32]) for i in range(0, threads, 32)]
+    return _over_lanes(warps + [0.0] * (32 - len(warps)))
+
+
+def _add(a: float, b: float) -> float:
+    return fma(a, 1.0, b)
+
+
+def _over_lanes(lanes: list[float]) -> float:
+    for distance in (16, 8, 4, 2, 1):
+        lanes = [_add(v, lanes[i ^ distance]) for i, v in enumerate(lanes)]
+    assert len(set(lanes)) == 1
+    return lanes[0]
+
+
+def rms_norm(x: Any, weight: Any, eps: float, residual: Any = None, dtype: str = "float32") -> tuple[Any, Any]:
+    """float64 [M, K] of x * weight / sqrt(mean of x^2 + eps), and h; h is x + residual, rounded to `dtype` before."""
+    h = to_float64(x)
+    if residual is not None:
+        # Sums of 16-bit numbers in float32 first, as cufp8's contract has it; of float32 numbers rounded once.
+        h = to_float64((h + to_float64(residual)).astype(np.float32))
+        h = round_to(h, dtype)
+    flat = h.reshape(-1, h.shape[-1])
+    scale = 1 / np.sqrt((flat**2).mean(axis=1, keepdims=True) + float(np.float32(eps)))
+    return flat * scale * to_float64(weight), h
+
+
+def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 numbers, given in float64, rounded to a float dtype, ties to even; float64 again."""
+    single = values.astype(np.float32)
+    if dtype == "float32":
+        return single.astype(np.float64)
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return single.astype(np.float16).astype(np.float64)
+    bits = single.view(np.uint32)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32)
+    return np.where(np.isfinite(single), rounded.view(np.float32), single).astype(np.float64)
+
+
+def silu_mul(x: Any) -> np.ndarray:
+    """float64 [M, K] of silu(gate) * up, x = [gate, up] of [..., 2K]; the exponential's argument within +-87."""
+    x = to_float64(x)
+    gate, up = np.split(x.reshape(-1, x.shape[-1]), 2, axis=1)
+    with np.errstate(all="ignore"):
+        return gate / (1 + np.exp(-np.clip(gate, -87, 87))) * up
+
+
+def assert_quantised(codes: Any, scale: Any, exact: np.ndarray, size: int, dtype: str, error: float) -> None:
+    """Codes and scales are those of values within a relative `error` of the exact ones.
+
+    Parameters
+    ----------
+    codes : array [M, K], uint8
+    scale : array [M or 1, blocks in a row], float32
+    exact : array [M, K], float64, finite
+    size : int
+        Columns of a block.
+    """
+    codes, scale, element = host(codes), host(scale), ELEMENTS[dtype]
+    each = np.repeat(scale.astype(np.float64), size, axis=1)[:, : codes.shape[1]]
+    with np.errstate(under="ignore"):
+        low, high = (np.abs(exact) * (1 + e) / each for e in (-error, error))
+    magnitude = codes & 0x7F
+    wrong = (magnitude < encode(low, dtype)) | (magnitude > encode(high, dtype))
+    wrong |= (codes >> 7 != np.signbit(exact)) & (exact != 0)
+    assert not wrong.any(), f"{int(wrong.sum())} codes, the first at {np.argwhere(wrong)[0].tolist()}"
+    if scale.shape[0] == codes.shape[0]:
+        for j in range(scale.shape[1]):
+            amax = np.abs(exact[:, j * size : j * size + size]).max(axis=1)
+            wanted = np.where(amax == 0, 1, np.maximum(amax / element.max, 2.0**-126))
+            np.testing.assert_allclose(scale[:, j], wanted, rtol=error + 2.0**-23)
 
 
 def dequantize(codes: Any, scale: Any) -> np.ndarray:
@@ -138,7 +310,8 @@ def host(a: Any) -> np.ndarray:
 
 def to_float64(a: Any) -> np.ndarray:
     """The same numbers in float64, on the host."""
-    return host(a).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a NaN may be a signalling one
+        return host(a).astype(np.float64)
 
 
 def dtype_name(a: Any) -> str:
@@ -309,3 +482,33 @@ def assert_close(y: Any, x: Any, codes: Any, scale: Any, bias: Any, out_dtype: s
 
 def _ratio_text(value: float, ref: float, ratio: float) -> str:
     return f"{ratio:.4g}" if math.isfinite(value) and math.isfinite(ref) else "inf"
+
+
+# --- both operands in FP8 -----------------------------------------------------------------------
+def scaled_product(
+    a: tuple[Any, str], b: tuple[Any, str], scale_a: Any, scale_b: Any, bias: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The exact `scale_a * (a @ b.T) * scale_b + bias` and the sum of magnitudes, each float64 [M, N].
+
+    a and b: codes (uint8 [M, K], [N, K]) and their dtype; scales: [rows, 1] or [1, 1].
+    """
+    x, w = (ELEMENTS[dtype].values[host(codes)] for codes, dtype in (a, b))
+    factor = to_float64(scale_a) * to_float64(scale_b).reshape(1, -1)
+    offset = np.zeros(len(w)) if bias is None else to_float64(bias)
+    with np.errstate(all="ignore"):
+        return x @ w.T * factor + offset, np.abs(x) @ np.abs(w).T * factor + np.abs(offset)
+
+
+def assert_scaled_close(y: Any, exact: tuple[np.ndarray, np.ndarray], out_dtype: str, acc: float) -> None:
+    """Check every element of y against `scaled_product` by the bound of `assert_close`."""
+    (ref, mag), value = exact, to_float64(y)
+    assert dtype_name(y) == out_dtype and value.shape == ref.shape, f"y is {dtype_name(y)} {list(value.shape)}"
+    need = _needed_acc(value, ref, mag, OUTPUTS[out_dtype])
+    bad = ~(need <= acc)  # so that a NaN anywhere in the judgement fails
+    if bad.any():
+        m, n = np.unravel_index(np.argmax(np.where(bad, need, -1.0)), ref.shape)
+        raise AssertionError(
+            f"{int(bad.sum())} of {bad.size} elements are out of bounds; the worst is y[{m}, {n}] = {value[m, n]!r}, "
+            f"reference {ref[m, n]!r}, needs acc = {need[m, n]:.3g}, allowed {acc:.3g}; rows "
+            f"{np.flatnonzero(bad.any(1))[:8]}, columns {np.flatnonzero(bad.any(0))[:8]}"
+        )

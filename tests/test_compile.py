@@ -13,14 +13,18 @@ import pytest
 from cufp8 import runtime
 from cufp8.formats import FLOATS
 from cufp8.kernels import (
+    ACTIVATION_ARGS,
     ARCHS,
     KERNELS,
     LINEAR_ARGS,
     ROWS,
+    SCALED_ARGS,
+    SCALED_FORMATS,
     TENSOR_MAP_BYTES,
     TILE_ARGS,
     Kernel,
     Problem,
+    ScaledProblem,
     Target,
 )
 
@@ -271,13 +275,45 @@ def check_launch_order(arch: str, name: str, ptx: str) -> None:
         assert not re.match(r"(@\S+\s+)?(st|atom|red)\.", line), f"{name} writes before it waits: {line}"
 
 
+WEIGHT = 8  # of rms_norm.cu: its offset in the argument block of activations.cuh
+
+
+def check_activations(row: str, arch: str, name: str, ptx: str) -> None:
+    """Before the wait at most the weight of rms_norm.cu is read, and where a kernel may start early it is."""
+    assert not re.search(r"\bred\.|\batom\.(?!global\.max|max\.global)", ptx), f"{name}: atomics other than a maximum"
+    assert ("atom." in ptx) == name.startswith("amax_"), name
+    assert "ld.global.nc" not in ptx, (
+        name
+    )  # the compiler moves such loads behind the wait, and x may be written till then
+    if not ARCHS[arch].pdl:
+        assert "griddepcontrol" not in ptx, name
+        return
+    lines = ptx.splitlines()
+    some = before_the_wait(lines)
+    early = [(lines[at].strip(), offsets) for at, offsets in arguments_behind(lines) if at in some]
+    assert all(offsets == {WEIGHT} and line.split()[-2:] and "ld.global" in line for line, offsets in early), (
+        name,
+        early,
+    )
+    kept = row == "rms_norm" and not name.endswith("_any") and "float32" not in name
+    assert bool(early) == (kept and arch == "sm_90a"), name
+    assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx, name
+
+
 def check_launches(row: Kernel, arch: str, found: dict[str, Entry]) -> None:
     """The table's launches have the block that the kernels are bound to, and memory for it."""
     smem_bytes = SMEM_BYTES[arch]
     target = Target(arch, 100, smem_bytes, False)
-    for x_dtype, m, k in itertools.product(FLOATS, (1, 4, 8, 16, 32, 64, 128, 256, 300, 4096), (8, 4096, 4097)):
-        p = Problem("FP8A16", (1, k), x_dtype, x_dtype, m, 2112, k, aligned16=k % 8 == 0)
-        if row.plan is not None and row.entries(ARCHS[arch]) and row.serves(target, p):
+    problems: list[Problem | ScaledProblem] = []
+    for m, k in itertools.product((1, 4, 8, 16, 32, 64, 128, 256, 300, 4096), (8, 4096, 4097)):
+        problems += [Problem("FP8A16", (1, k), x, x, m, 2112, k, aligned16=k % 8 == 0) for x in FLOATS]
+        problems += [
+            ScaledProblem(*dtypes, "bfloat16", m, 4096, k, fast_accum=fast, aligned16=k == 4096)
+            for dtypes in SCALED_FORMATS
+            for fast in (True, False)
+        ]
+    for p in problems:
+        if row.plan and row.entries(ARCHS[arch]) and row.takes is type(p) and row.serves(target, p):
             launch = row.plan(target, p)
             entry = found[launch.entry]
             # async_mma has as many warps as k asks for.
@@ -312,6 +348,34 @@ def check_instructions(row: str, arch: str, name: str, ptx: str) -> None:
     assert "L1::no_allocate" in ptx or "cp.async.bulk" in ptx or "cp.async.cg" in ptx, name
 
 
+A_MAP, B_MAP, Y_MAP = (SCALED_ARGS.size - i * TENSOR_MAP_BYTES for i in (3, 2, 1))
+
+
+def check_scaled(row: Kernel, arch: str, name: str, ptx: str) -> None:
+    """A kernel of scaled.cuh multiplies codes as they are where the arch can, and reads nothing before it waits."""
+    types = row.name.split("_")[-2:]
+    if row.source == "scaled_few.cu":  # there b is the left operand
+        types.reverse()
+    codes = f"f32.{types[0]}.{types[1]}" in ptx
+    if row.source == "scaled_mma_sync.cu":
+        assert "wgmma" not in ptx and "mma.sync" in ptx, name
+        assert ("m16n8k32" in ptx) == codes == (ARCHS[arch].cc >= (8, 9)), name
+    else:
+        assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx and "cp.async.bulk.tensor" in ptx and codes, name
+    assert not re.search(r"\b(atom|red)\.", ptx), f"{name}: atomics"
+    assert "ld.global.nc" not in ptx, name
+    if not ARCHS[arch].pdl:
+        assert "griddepcontrol" not in ptx, name
+        return
+    assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx, name
+    lines = ptx.splitlines()
+    some = before_the_wait(lines)
+    early = [(lines[at].strip(), offsets) for at, offsets in arguments_behind(lines) if at in some]
+    for line, offsets in early:  # but for b into L2, and in earnest where the block says that it is a weight
+        assert offsets == {B_MAP}, f"{name}: {line} before it waits"
+        assert "prefetch" in line or row.source == "scaled_few.cu", f"{name}: {line} before it waits"
+
+
 @pytest.mark.parametrize(
     ("row", "arch"),
     [(row.name, arch) for arch in ARCHS for row in KERNELS if row.entries(ARCHS[arch])],
@@ -340,10 +404,14 @@ def test_row_compiles_clean(row: str, arch: str, nvrtc, monkeypatch: pytest.Monk
         assert warp * (entry.threads // 32) <= REGISTERS, f"{name}: {entry.registers} registers"
         # One argument block, which Launcher hands over as a whole.
         assert entry.params == (kernel.args.size,), f"{name} takes parameters of {entry.params}"
-        if kernel.plan is not None:
+        if kernel.args is ACTIVATION_ARGS:
+            check_activations(row, arch, name, entry.ptx)
+        if kernel.takes is ScaledProblem:
+            check_scaled(kernel, arch, name, entry.ptx)
+        elif kernel.plan is not None:
             check_instructions(row, arch, name, entry.ptx)
             check_launch_order(arch, name, entry.ptx)
-            check_registers(name, entry)
+        check_registers(name, entry)
     check_launches(kernel, arch, found)
 
 
@@ -360,7 +428,7 @@ def test_argument_blocks_of_another_size_do_not_compile(nvrtc, monkeypatch: pyte
     import dataclasses
     import struct
 
-    for name in ("bulk_mma", "quantize", "stream"):  # blocks of their own, or fields of their own
+    for name in ("bulk_mma", "quantize", "activations", "stream", "scaled_few_e4m3_e4m3"):  # each kind of block
         wrong = dataclasses.replace(ROWS[name], args=struct.Struct(ROWS[name].args.format + "P"))
         with pytest.raises(runtime.CompileError, match="must agree"):
             runtime.compile(wrong, "sm_90a")

@@ -36,18 +36,46 @@ def test_e4m3fn_is_what_the_specification_says() -> None:
     assert np.all(np.diff(reference.VALUES[:0x7F]) > 0)
 
 
-def test_ml_dtypes_agrees_with_the_oracle_on_all_256_codes() -> None:
-    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    np.testing.assert_array_equal(values, reference.VALUES)
-    assert np.array_equal(np.signbit(values[:255]), np.signbit(reference.VALUES[:255]))
+def test_e5m2_is_what_the_specification_says() -> None:
+    values = reference.ELEMENTS["float8_e5m2"].values
+    for code, value in {
+        0x00: 0.0,
+        0x01: 2.0**-16,
+        0x03: 0.75 * 2.0**-14,
+        0x04: 2.0**-14,
+        0x3C: 1.0,
+        0x3D: 1.25,
+        0x7B: 57344.0,
+        0x7C: math.inf,
+        0xBC: -1.0,
+        0xFC: -math.inf,
+    }.items():
+        assert values[code] == value, hex(code)
+    assert np.flatnonzero(np.isnan(values)).tolist() == [0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]
+    assert math.copysign(1, values[0x80]) == -1
+    assert np.all(np.diff(values[:0x7D]) > 0)
 
 
-def test_the_oracles_two_encoders_agree(rng: np.random.Generator) -> None:
-    edges = np.concatenate([reference.TIES, np.array(reference.MAGNITUDES) * reference.UNIT])
+@pytest.mark.parametrize("dtype", reference.ELEMENTS)
+def test_ml_dtypes_agrees_with_the_oracle_on_all_256_codes(dtype: str) -> None:
+    want = reference.ELEMENTS[dtype].values
+    values = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, dtype)).astype(np.float64)
+    np.testing.assert_array_equal(values, want)
+    sure = ~np.isnan(want)
+    assert np.array_equal(np.signbit(values[sure]), np.signbit(want[sure]))
+
+
+@pytest.mark.parametrize("dtype", reference.ELEMENTS)
+def test_the_oracles_two_encoders_agree(rng: np.random.Generator, dtype: str) -> None:
+    element = reference.ELEMENTS[dtype]
+    edges = np.concatenate([element.ties, np.array(element.magnitudes) * element.unit])
     near = np.concatenate([edges, np.nextafter(edges, 0), np.nextafter(edges, 1e9), [448.1, 1e30]])
     values = np.concatenate([near, -near, rng.normal(0, 100, 200), rng.normal(0, 0.01, 200)])
-    want = [reference.nearest_code(v, negative=bool(np.signbit(v))) for v in values]
-    np.testing.assert_array_equal(reference.encode(values), want)
+    want = [reference.nearest_code(v, bool(np.signbit(v)), dtype) for v in values]
+    np.testing.assert_array_equal(reference.encode(values, dtype), want)
+
+
+def test_the_oracle_on_ties_of_fractions() -> None:
     assert reference.nearest_code(Fraction(1, 1024)) == 0  # half the smallest: the even zero
     assert reference.nearest_code(Fraction(3, 1024)) == 2
 
@@ -157,12 +185,14 @@ def test_a_formats_row_agrees_with_ml_dtypes(name: str) -> None:
     assert row.max == float(ml_dtypes.finfo(name).max)
 
 
-def test_e4m3fn_has_a_row() -> None:
-    row = formats.FORMATS["float8_e4m3fn"]
-    assert row.max == reference.MAX == 448
+@pytest.mark.parametrize(("dtype", "largest"), [("float8_e4m3fn", 448), ("float8_e5m2", 57344)])
+def test_fp8_formats_have_rows(dtype: str, largest: float) -> None:
+    row, element = formats.FORMATS[dtype], reference.ELEMENTS[dtype]
+    assert row.max == element.max == largest
     assert row.table.dtype == np.float32
-    np.testing.assert_array_equal(row.table, reference.VALUES.astype(np.float32))
-    assert np.array_equal(np.signbit(row.table[:255]), np.signbit(reference.VALUES[:255]))
+    np.testing.assert_array_equal(row.table, element.values.astype(np.float32))
+    sure = ~np.isnan(element.values)
+    assert np.array_equal(np.signbit(row.table[sure]), np.signbit(element.values[sure]))
 
 
 def test_the_default_scheme() -> None:
@@ -172,6 +202,15 @@ def test_the_default_scheme() -> None:
     for name, row in formats.SCHEMES.items():
         assert row.name == name
         assert row.dtype in formats.FORMATS
+
+
+def test_what_quantised_activations_may_be() -> None:
+    rows = {(row.dtype, row.block) for row in formats.ACTIVATIONS}
+    blocks = ((-1, -1), (1, -1), (1, 128))
+    assert rows == {(dtype, block) for dtype in reference.ELEMENTS for block in blocks}
+    assert len(formats.ACTIVATIONS) == len(rows)
+    assert all(row.scale_dtype == "float32" and not row.global_scale for row in formats.ACTIVATIONS)
+    assert not {row.name for row in formats.ACTIVATIONS} & set(formats.SCHEMES)
 
 
 def test_an_unknown_scheme_is_named_beside_those_that_there_are() -> None:

@@ -255,11 +255,48 @@ def test_torch_tensors_share_their_memory(dtype: str) -> None:
         np.testing.assert_array_equal(a.astype(np.float64), x.double().numpy())
 
 
-def test_torch_float8_and_other_dtypes() -> None:
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+
+
+def torch_float8(torch: Any, dtype: str) -> Any:
+    if not hasattr(torch, dtype):
+        pytest.skip(f"this torch has no {dtype}")
+    return getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_torch_float8(dtype: str) -> None:
     torch = pytest.importorskip("torch")
-    codes = torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = torch.arange(8, dtype=torch.uint8).view(torch_float8(torch, dtype))
     a = interop.array(codes, "codes")
-    assert a.dtype == np.dtype(ml_dtypes.float8_e4m3fn) and a.ctypes.data == codes.data_ptr()
+    assert a.dtype == np.dtype(getattr(ml_dtypes, dtype)) and a.ctypes.data == codes.data_ptr()
+    assert interop.adapter(codes).view(codes).dtype == dtype
+
+
+def test_quantized_tensors_take_torch_float8_without_a_copy() -> None:
+    import cufp8
+
+    torch = pytest.importorskip("torch")
+    for dtype, scale_dtype, block in (
+        ("float8_e4m3fn", "float32", (1, -1)),
+        ("float8_e5m2", "float32", (1, 128)),
+        ("float8_e4m3fn", "float8_e8m0fnu", (1, 32)),
+    ):
+        codes = torch.arange(3 * 64, dtype=torch.uint8).reshape(3, 64) % 0x70
+        scale = torch.full((3, 2 if block == (1, 32) else 1), 1.0)
+        if scale_dtype != "float32":
+            scale = torch.full((3, 2), 127, dtype=torch.uint8).view(torch_float8(torch, scale_dtype))
+        q = cufp8.QuantizedTensor(
+            codes.view(torch_float8(torch, dtype)), scale,
+            dtype=dtype, scale_dtype=scale_dtype, shape=(3, 64), block=block,
+        )  # fmt: skip
+        assert q.codes.dtype == np.uint8 and q.codes.ctypes.data == codes.data_ptr()
+        assert q.scale.ctypes.data == scale.data_ptr()
+        np.testing.assert_array_equal(q.codes, codes.numpy())
+
+
+def test_other_torch_dtypes() -> None:
+    torch = pytest.importorskip("torch")
     t = torch.zeros(3, dtype=torch.complex64)
     assert interop.adapter(t).view(t).dtype == "torch.complex64"
 
@@ -524,10 +561,11 @@ def test_torch_tensors_on_the_gpu_are_borrowed(dtype: str) -> None:
 
 
 @pytest.mark.gpu
-def test_torch_float8_on_the_gpu_comes_as_codes() -> None:
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_torch_float8_on_the_gpu_comes_as_codes(dtype: str) -> None:
     torch = gpu_torch()
     codes = torch.arange(100, dtype=torch.uint8, device="cuda").reshape(10, 10)
-    a = interop.array(codes.view(torch.float8_e4m3fn)[1:, 2:], "codes")
+    a = interop.array(codes.view(torch_float8(torch, dtype))[1:, 2:], "codes")
     assert a.dtype == np.uint8
     np.testing.assert_array_equal(a.get(), codes[1:, 2:].cpu().numpy())
 

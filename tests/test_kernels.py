@@ -81,6 +81,7 @@ def test_every_arch_has_a_row_with_its_own_name() -> None:
         assert arch.bf16_mma == (name != "sm_75")
         assert arch.pdl == arch.bulk == (int(digits) >= 90)
         assert arch.wgmma == (digits == "90")
+        assert arch.fp8 == (int(digits) >= 89)
         assert set(arch.acc) == {"cuda", "tensor"}
         # Below one fp32 rounding no sum can stay; above a bf16 rounding the bound says nothing.
         assert all(2**-24 <= value <= 2**-10 for value in arch.acc.values())
@@ -813,3 +814,23 @@ def test_the_device_packs_as_the_table_says(rng: np.random.Generator, n: int, k:
     packed = kernels.pack(codes, layer._panels)
     np.testing.assert_array_equal(layer._codes.get().ravel(), packed)
     np.testing.assert_array_equal(layer.weight.codes.get(), codes)
+
+
+@pytest.mark.parametrize(
+    "k", [1, 8, 127, 128, 129, 1024, 1025, 4096, 8192, 14_336, 16_384, 28_672, 32_768, 65_536, 2**24]
+)
+@pytest.mark.parametrize("m", [0, 1, 300_000])
+def test_every_value_of_a_row_of_activations_has_a_thread(m: int, k: int) -> None:
+    for whole in (True, False):
+        launch = kernels.row_launch("quantize_bfloat16_token_e4m3fn", m, k, whole)
+        x, y, z = launch.grid
+        assert x == max(m, 1) and z == 1 and 1 <= y <= GRID_YZ
+        most = kernels.ROW_THREADS if whole else kernels.SHARING_THREADS
+        assert launch.block % 32 == 0 and 32 <= launch.block <= most
+        held = 32 * launch.block * y  # by the threads' two units of 16 values, in whole groups of 128
+        assert held % 128 == 0
+        assert held >= k or (whole and k > kernels.row_most(2))
+        assert held - k < 1024 * y or not whole  # no warp is idle
+    # A block of a float32 row has half as many threads at most, by its launch bounds.
+    assert kernels.row_threads(kernels.row_most(4)) == kernels.ROW_THREADS // 2
+    assert kernels.row_threads(kernels.row_most(2)) == kernels.ROW_THREADS

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from cufp8.kernels import COPY_THREADS, STREAM_LOADS, STREAM_THREADS
+
 BUFFER_BYTES = 512 << 20  # and 4 * L2 where that is more; there are two buffers
 PIECE_BYTES = 64 << 20  # of random bytes, repeated over a buffer
-BLOCK = 512  # THREADS in stream.cu
-TILE_BYTES = BLOCK * 4 * 16
+BLOCKS = {"stream_read": STREAM_THREADS, "stream_copy": COPY_THREADS}
+TILE_BYTES = {entry: threads * STREAM_LOADS * 16 for entry, threads in BLOCKS.items()}
 WARM_UP_SECONDS = 0.3  # an idle GPU needs a while to raise its clocks
 ROUNDS = 7
 
@@ -40,6 +42,7 @@ class Memory:
         self._turn = 0
         self._check()
         self.read_seconds = self.nbytes / 1e12  # until measured
+        self.copy_grid = 0  # of `grids`, the one that copies fastest
 
     def read(self, source: int, nbytes: int, blocks: int, sink: int = 0) -> None:
         """Queue one read of `nbytes` at address `source`; each thread's xor goes to `sink` where there is one."""
@@ -54,7 +57,7 @@ class Memory:
         if launcher is None:
             from cufp8 import kernels, runtime
 
-            launch = kernels.Launch(entry, (blocks, 1, 1), BLOCK)
+            launch = kernels.Launch(entry, (blocks, 1, 1), BLOCKS[entry])
             launcher = runtime.Launcher(runtime.row("stream"), launch, self.device)
             self._launchers[entry, blocks] = launcher
         assert nbytes % 16 == 0
@@ -66,8 +69,8 @@ class Memory:
         import cupy
 
         source, destination = self.buffers
-        blocks, nbytes = 3 * self.sms, min(10 * TILE_BYTES * self.sms + 16 * 77, PIECE_BYTES)
-        seen = cupy.zeros(blocks * BLOCK, np.uint32)
+        blocks, nbytes = 3 * self.sms, min(10 * TILE_BYTES["stream_copy"] * self.sms + 16 * 77, PIECE_BYTES)
+        seen = cupy.zeros(blocks * STREAM_THREADS, np.uint32)
         destination[:nbytes] = 0
         self._queue.wait()
         self.read(source.data.ptr, nbytes, blocks, seen.data.ptr)
@@ -81,7 +84,7 @@ class Memory:
         """Queue reads of a large buffer for `seconds` and at least once: L2 then holds nothing of a weight."""
         for _ in range(max(1, math.ceil(seconds / self.read_seconds))):
             self._turn ^= 1
-            self.read(self.buffers[self._turn].data.ptr, self.nbytes, self.grids(self.nbytes)[0])
+            self.read(self.buffers[self._turn].data.ptr, self.nbytes, self.grids("stream_read", self.nbytes)[0])
 
     def warm_up(self) -> None:
         """Keep the GPU busy until its clocks are up."""
@@ -90,10 +93,10 @@ class Memory:
             self.hold(0.0)
             self._queue.wait()
 
-    def grids(self, nbytes: int) -> list[int]:
+    def grids(self, entry: str, nbytes: int) -> list[int]:
         """Block counts to try: one tile a block, or a few blocks for each multiprocessor."""
-        tiles = math.ceil(nbytes / TILE_BYTES)
-        return list(dict.fromkeys(min(tiles, blocks) for blocks in (16384, 8 * self.sms, 4 * self.sms)))
+        tiles = math.ceil(nbytes / TILE_BYTES[entry])
+        return list(dict.fromkeys(min(tiles, blocks) for blocks in (16384, *(n * self.sms for n in (16, 8, 4, 2)))))
 
     def ceilings(self) -> tuple[float, float]:
         """(read, copy) in TB/s, copy counting bytes read + written: the best grid, the median of the rounds."""
@@ -105,8 +108,10 @@ class Memory:
         def copy(i: int, blocks: int) -> None:
             self.copy(*((b, a) if i % 2 else (a, b)), self.nbytes, blocks)
 
-        best_read = max(self._rate(read, blocks, self.nbytes) for blocks in self.grids(self.nbytes))
-        best_copy = max(self._rate(copy, blocks, 2 * self.nbytes) for blocks in self.grids(self.nbytes))
+        best_read = max(self._rate(read, blocks, self.nbytes) for blocks in self.grids("stream_read", self.nbytes))
+        copies = [self._rate(copy, blocks, 2 * self.nbytes) for blocks in self.grids("stream_copy", self.nbytes)]
+        best_copy = max(copies)
+        self.copy_grid = copies.index(best_copy)
         self.read_seconds = self.nbytes / best_read
         return best_read / 1e12, best_copy / 1e12
 

@@ -1,0 +1,591 @@
+"""scaled_mm against the oracle: on the CPU, and (marked gpu) every row of KERNELS on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+
+import cufp8
+from cufp8 import kernels, matmul, runtime
+from cufp8.formats import FLOATS
+from cufp8.kernels import ARCHS, SCALED_FORMATS, Kernel, Launch, ScaledProblem, Target, pick
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+PAIRS = tuple(SCALED_FORMATS)
+SCALINGS = list(itertools.product((False, True), repeat=2))  # whether a, b have a scale per row
+HOST_ACC = 2.0**-19  # of NumPy's float32 products
+NAN = 0x7F  # in both formats
+SIZES = (1, 7, 16, 17, 31, 33, 64, 65, 127, 129, 255, 1000, 4097)
+
+
+def acc_of(k: int, fast: bool) -> float:
+    """What FP8 tensor cores may lose: 13 bits behind the point for each 32 of k, in chains of 128 or of all."""
+    return max(4, k / 32 if fast else 0) * 2.0**-13
+
+
+def codes(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -> np.ndarray:
+    """Codes of normal values, among them zeros of both signs.
+
+    No value stands out: what tensor cores cut counts from the largest, and the bound from the sum of magnitudes.
+    """
+    found = reference.encode(rng.standard_normal(shape) * 2.0 ** rng.integers(-6, 5), dtype)
+    found[rng.random(shape) < 0.01] &= 0x80
+    return found
+
+
+def scale(rng: np.random.Generator, rows: int, by_row: bool) -> np.ndarray:
+    return np.exp2(rng.uniform(-8, 0, (rows if by_row else 1, 1))).astype(np.float32)
+
+
+def tensor(codes: Any, scale: Any, dtype: str = E4M3) -> cufp8.QuantizedTensor:
+    whole = scale.shape[0] == 1 and codes.shape[0] != 1
+    return cufp8.QuantizedTensor(
+        codes, scale, dtype=dtype, scale_dtype="float32", shape=codes.shape,
+        block=(-1, -1) if whole else (1, -1), activations=True,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Case:
+    """Operands on the host, and what is exact of them."""
+
+    a: np.ndarray
+    b: np.ndarray
+    scale_a: np.ndarray
+    scale_b: np.ndarray
+    bias: np.ndarray | None
+    dtypes: tuple[str, str]
+
+    @property
+    def exact(self) -> tuple[np.ndarray, np.ndarray]:
+        return reference.scaled_product(
+            (self.a, self.dtypes[0]), (self.b, self.dtypes[1]), self.scale_a, self.scale_b, self.bias
+        )
+
+    def tensors(self, put: Callable[[Any], Any] = lambda x: x) -> tuple[cufp8.QuantizedTensor, cufp8.QuantizedTensor]:
+        return (
+            tensor(put(self.a), put(self.scale_a), self.dtypes[0]),
+            tensor(put(self.b), put(self.scale_b), self.dtypes[1]),
+        )
+
+    def check(self, y: Any, out_dtype: str, acc: float) -> None:
+        reference.assert_scaled_close(y, self.exact, out_dtype, acc)
+
+
+def case(
+    rng: np.random.Generator,
+    m: int,
+    n: int,
+    k: int,
+    dtypes: tuple[str, str] = (E4M3, E4M3),
+    by_row: tuple[bool, bool] = (True, True),
+    bias: bool = True,
+) -> Case:
+    return Case(
+        codes(rng, (m, k), dtypes[0]),
+        codes(rng, (n, k), dtypes[1]),
+        scale(rng, m, by_row[0]),
+        scale(rng, n, by_row[1]),
+        rng.standard_normal(n).astype(np.float32) if bias else None,
+        dtypes,
+    )
+
+
+# --- on the CPU -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids="-".join)
+@pytest.mark.parametrize("out_dtype", FLOATS)
+def test_against_the_oracle(rng: np.random.Generator, dtypes: tuple[str, str], out_dtype: str) -> None:
+    for i, (m, n, k) in enumerate(itertools.product((1, 7, 33), (1, 16, 129), (1, 65, 1000))):
+        c = case(rng, m, n, k, dtypes, SCALINGS[i % 4], bias=bool(i % 2))
+        y = cufp8.scaled_mm(*c.tensors(), bias=c.bias, out_dtype=out_dtype, fast_accum=bool(i % 3))
+        assert isinstance(y, np.ndarray)
+        c.check(y, out_dtype, HOST_ACC)
+
+
+def test_many_parts_on_the_host(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "_HOST_ROWS", 16)
+    monkeypatch.setattr(matmul, "_HOST_COLUMNS", 64)
+    c = case(rng, 37, 50, 200)
+    c.check(cufp8.scaled_mm(*c.tensors(), bias=c.bias), "bfloat16", HOST_ACC)
+
+
+def test_the_order_of_the_scales() -> None:
+    # No product of the two scales first: 2^-110 * 2^-30 is no float32, yet y is one. 2^27 * 2^90 * 2^30 is Inf.
+    big = 0x7E  # 448
+    a, b = np.full((3, 512), big, np.uint8), np.full((2, 512), big, np.uint8)
+    for scale_a, scale_b in ((2.0**-100, 2.0**90), (2.0**-110, 2.0**-30), (2.0**90, 2.0**30)):
+        x, w = (tensor(q, np.full((len(q), 1), s, np.float32)) for q, s in ((a, scale_a), (b, scale_b)))
+        with np.errstate(over="ignore"):
+            want = np.float32(np.float32(512 * 448.0**2 * scale_a) * np.float32(scale_b))
+        y = cufp8.scaled_mm(x, w, out_dtype="float32")
+        assert (y == want).all(), (scale_a, scale_b, y[0, 0], want)
+
+
+def test_nan_stays_in_its_row(rng: np.random.Generator) -> None:
+    c = case(rng, 9, 20, 70, (E5M2, E4M3))
+    c.a[4, 69], c.a[7, 0] = NAN, 0x7C  # Inf
+    y = cufp8.scaled_mm(*c.tensors(), bias=c.bias)
+    assert np.isnan(y[4].astype(np.float32)).all() and not np.isfinite(y[7].astype(np.float32)).any()
+    c.check(y, "bfloat16", HOST_ACC)
+
+
+def test_no_tokens(rng: np.random.Generator) -> None:
+    for by_row in SCALINGS:
+        c = case(rng, 0, 8, 16, by_row=by_row)
+        y = cufp8.scaled_mm(*c.tensors(), bias=c.bias, out_dtype="float16")
+        assert y.shape == (0, 8) and y.dtype == np.float16
+
+
+def test_views_on_the_host(rng: np.random.Generator) -> None:
+    c = case(rng, 12, 20, 40)
+    wide = np.full((24, 99), NAN, np.uint8)
+    wide[::2, 5:85:2] = c.a
+    scales = np.full((24, 1), np.nan, np.float32)
+    scales[::2] = c.scale_a
+    a, b = tensor(wide[::2, 5:85:2], scales[::2]), c.tensors()[1]
+    out = np.full((12, 33), np.nan, np.float32)
+    y = cufp8.scaled_mm(a, b, bias=c.bias, out_dtype="float32", out=out[:, 2:22])
+    assert y.base is out and np.isnan(out[:, :2]).all() and np.isnan(out[:, 22:]).all()
+    c.check(y, "float32", HOST_ACC)
+
+
+def test_torch_on_the_host(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    c = case(rng, 5, 6, 40)
+    a, b = c.tensors(lambda x: torch.from_numpy(x))
+    out = torch.full((5, 6), torch.nan, dtype=torch.bfloat16)
+    assert cufp8.scaled_mm(a, b, bias=torch.from_numpy(c.bias), out=out) is out
+    c.check(out, "bfloat16", HOST_ACC)
+
+
+def test_what_is_refused(rng: np.random.Generator) -> None:
+    c = case(rng, 4, 6, 32)
+    a, b = c.tensors()
+    mm = cufp8.scaled_mm
+    for bad in (c.a, c.a.astype(np.float32), None):
+        with pytest.raises(TypeError, match="needed is a QuantizedTensor"):
+            mm(bad, b)
+        with pytest.raises(TypeError, match="scaled_mm: b is a "):
+            mm(a, bad)
+    both = tensor(c.a, c.scale_a, E5M2), tensor(c.b, c.scale_b, E5M2)
+    with pytest.raises(ValueError, match="a is float8_e5m2 and b float8_e5m2; allowed are"):
+        mm(*both)
+    with pytest.raises(ValueError, match=r"a is \[4, 32\] and b \[6, 16\]; both need the same K"):
+        mm(a, tensor(c.b[:, :16], c.scale_b))
+    groups = cufp8.quantize_activations(rng.standard_normal((4, 256), np.float32), block=(1, 128))
+    with pytest.raises(ValueError, match=r"scales of shape \[4, 2\]; needed is float32 \[4, 1\]"):
+        mm(groups, groups)
+    with pytest.raises(ValueError, match="out_dtype is 'float64'; allowed are bfloat16"):
+        mm(a, b, out_dtype="float64")
+    with pytest.raises(TypeError, match="bias is float64; needed is float32"):
+        mm(a, b, bias=np.zeros(6))
+    with pytest.raises(ValueError, match=r"bias has shape \[1, 6\]; needed is \[6\]"):
+        mm(a, b, bias=np.zeros((1, 6), np.float32))
+    with pytest.raises(TypeError, match="bias is a list"):
+        mm(a, b, bias=[0.0] * 6)
+    with pytest.raises(ValueError, match=r"out is float32 \[4, 6\] on the CPU; needed is bfloat16 \[4, 6\]"):
+        mm(a, b, out=np.zeros((4, 6), np.float32))
+    with pytest.raises(TypeError, match="cannot be written"):
+        mm(a, b, out=[1])
+    frozen = np.zeros((4, 6), np.float32)
+    frozen.flags.writeable = False
+    with pytest.raises(TypeError, match="cannot be written"):
+        mm(a, b, out_dtype="float32", out=frozen)
+    memory = np.zeros(256, np.uint8)
+    shared = tensor(memory[:128].reshape(4, 32), c.scale_a)
+    with pytest.raises(ValueError, match="out overlaps"):
+        mm(shared, b, out_dtype="float32", out=memory[64:160].view(np.float32).reshape(4, 6))
+
+
+# --- the tables -----------------------------------------------------------------------------------------------
+
+TARGETS = {  # multiprocessors, shared memory of a block
+    "sm_75": (72, 64), "sm_80": (108, 163), "sm_86": (84, 99), "sm_89": (142, 99), "sm_90a": (132, 227),
+    "sm_100a": (148, 227), "sm_103a": (160, 227), "sm_120a": (188, 99), "sm_121a": (48, 99),
+}  # fmt: skip
+TOKENS = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 127, 128, 129, 255, 256, 257, 512, 1000, 4096, 300_000)
+CHANNELS = (1, 16, 33, 1000, 1536, 4096, 4097, 7168, 14_336, 28_672, 151_936, 2_000_000)
+
+
+def problems() -> Iterator[ScaledProblem]:
+    shapes = [s for s in itertools.product(TOKENS, CHANNELS, (1, 128, 129, 1536, 4096, 16_384)) if s[1] * s[2] < 2**34]
+    for i, (m, n, k) in enumerate(shapes):
+        for fast in (False, True):
+            yield ScaledProblem(*PAIRS[i % 3], tuple(FLOATS)[i % 2], m, n, k, fast_accum=fast, aligned16=i % 5 > 0)
+
+
+def target_of(arch: str) -> Target:
+    sms, kib = TARGETS[arch]
+    return Target(arch, sms, kib << 10, ARCHS[arch].proven)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_problem_has_a_launch_within_the_limits(arch: str) -> None:
+    target, entries = target_of(arch), set()
+    for p in problems():
+        row = pick(target, p)
+        assert row.takes is ScaledProblem and SCALED_FORMATS[p.a_dtype, p.b_dtype] in row.name
+        launch = row.plan(target, p)
+        assert launch.entry in row.entries(ARCHS[arch]), (p, launch)
+        entries.add(launch.entry)
+        check_launch(target, p, row, launch)
+    assert entries == {e for row in kernels.KERNELS if row.takes is ScaledProblem for e in row.entries(ARCHS[arch])}
+
+
+def check_launch(target: Target, p: ScaledProblem, row: Kernel, launch: Launch) -> None:
+    x, y, z = launch.grid
+    assert 1 <= x < 2**31 and 1 <= y <= 65_535 and 1 <= z <= 65_535, (p, launch)
+    assert launch.smem_bytes <= target.smem_bytes and len(launch.fields) == 3, (p, launch)
+    if row.source == "scaled_mma_sync.cu":
+        tokens = int(launch.entry.rsplit("_", 1)[1])
+        assert x * 128 >= p.n > (x - 1) * 128 and y * z * tokens >= p.m > y * (z - 1) * tokens, (p, launch)
+        assert launch.boxes == (0, 0, 0) and launch.split == 1
+        return
+    assert p.aligned16 and ARCHS[target.arch].wgmma
+    barriers = 16 * launch.stages
+    if row.source == "scaled_wgmma.cu":
+        assert launch.split == 2 and x % 2 == 0 and y == z == 1 and x <= target.sms, (p, launch)
+        assert x // 2 <= -(-p.m // 256) * -(-p.n // 256)  # each cluster has a tile
+        assert launch.stages >= 3 and launch.boxes == (128, 128, 64)
+        assert launch.smem_bytes == launch.stages * 49_152 + barriers + kernels.WGMMA_TAIL_BYTES
+        assert launch.entry.endswith("_fast") == p.fast_accum
+        return
+    tokens, (tile, sums, early) = int(launch.entry.rsplit("_", 1)[1]), launch.fields
+    widest = kernels._FEW_CHANNELS[tokens]
+    assert tile % 16 == 0 and 16 <= tile <= widest and launch.boxes == (tokens, tile, 0), (p, launch)
+    assert launch.split in (1, 2, 4, 8) and (launch.split == 1 or -(-p.k // 128) >= launch.split), (p, launch)
+    assert x == -(-p.n // tile) * launch.split and y * z * tokens >= p.m, (p, launch)
+    assert 3 <= launch.stages <= 16, (p, launch)
+    stage = (tile + tokens) * 128
+    ring, all_sums = launch.stages * stage + barriers, tokens * widest * 4
+    assert tokens <= 128 or p.fast_accum, (p, launch)
+    assert sums in (0, ring) and sums % 16 == 0 and launch.smem_bytes >= sums + all_sums, (p, launch)
+    assert launch.smem_bytes >= (launch.stages - 1) * stage + widest * 128  # what wgmma reads of the last stage
+    assert (launch.smem_bytes + 1024) * kernels._FEW_FITTING[tokens] <= target.smem_bytes + 1024, (p, launch)
+    assert not early or x * y * z <= target.sms * kernels._FEW_FITTING[tokens]
+
+
+def test_the_block_of_arguments() -> None:
+    assert kernels.SCALED_ARGS.size == 128 + 3 * kernels.TENSOR_MAP_BYTES
+
+
+# --- on the GPU -----------------------------------------------------------------------------------------------
+
+ROWS = ("scaled_mma_sync", "scaled_few", "scaled_wgmma")
+
+
+@contextlib.contextmanager
+def served_by(name: str | None, launch_of: Callable[[Target, ScaledProblem], Launch] | None = None) -> Iterator[None]:
+    """Within, that row serves, whatever `pick` says."""
+    if name is None:
+        yield
+        return
+
+    def launcher(device: int, *fields: Any) -> tuple[runtime.Launcher, Launch]:
+        target, p = runtime.target(device), ScaledProblem(*fields)
+        row = runtime.row(f"{name}_{SCALED_FORMATS[p.a_dtype, p.b_dtype]}")
+        assert p.aligned16 or name == "scaled_mma_sync"
+        launch = (launch_of or row.plan)(target, p)
+        return runtime.Launcher(row, launch, device, pdl=kernels.arch_of(target.arch).pdl), launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul, "_launcher", launcher)
+        yield
+
+
+def rows_here() -> tuple[str, ...]:
+    return ROWS if kernels.arch_of(runtime.target().arch).wgmma else ROWS[:1]
+
+
+def placed(values: np.ndarray, pitch: int = 0, offset: int = 0) -> Any:
+    """The array on the GPU as a view of a larger one, which is full of NaN codes: rows `pitch` bytes further apart."""
+    import cupy
+
+    m, k = values.shape
+    memory = cupy.full(offset + m * (k + pitch), NAN, cupy.uint8)
+    view = memory[offset:].reshape(m, k + pitch)[:, :k]
+    view[...] = cupy.asarray(values)
+    return view
+
+
+def multiply(
+    c: Case, poison: Any, out_dtype: str = "bfloat16", fast: bool = False, pitch: int = 0, offset: int = 0
+) -> Any:
+    """y in a poisoned array with guards."""
+    import cupy
+
+    a = tensor(placed(c.a, pitch, offset), cupy.asarray(c.scale_a), c.dtypes[0])
+    b = tensor(placed(c.b, pitch, offset), cupy.asarray(c.scale_b), c.dtypes[1])
+    out = poison((len(c.a), len(c.b)), out_dtype, "cupy")
+    bias = None if c.bias is None else cupy.asarray(c.bias)
+    assert cufp8.scaled_mm(a, b, bias=bias, out_dtype=out_dtype, fast_accum=fast, out=out) is out
+    return out
+
+
+def aligned(k: int) -> int:
+    """The pitch that lets rows of k bytes start on 16."""
+    return -k % 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("fast", [False, True])
+def test_sizes(rng: np.random.Generator, poison: Any, name: str, fast: bool) -> None:
+    if name not in rows_here():
+        pytest.skip("this GPU has no such kernel")
+    shapes = {s for s in itertools.product(SIZES, repeat=3) if s[0] * s[1] * s[2] < 2**30 and sum(s) % 17 == 0}
+    shapes |= {(s, 129, 65) for s in SIZES} | {(65, s, 129) for s in SIZES} | {(129, 65, s) for s in SIZES}
+    for i, (m, n, k) in enumerate(sorted(shapes)):
+        c = case(rng, m, n, k, PAIRS[i % 3], SCALINGS[i % 4], bias=bool(i % 2))
+        out_dtype = tuple(FLOATS)[i % 3]
+        pitch = 0 if name == "scaled_mma_sync" else aligned(k)
+        with served_by(name):
+            y = multiply(c, poison, out_dtype, fast, pitch)
+        try:
+            c.check(y, out_dtype, acc_of(k, fast))
+        except AssertionError as wrong:
+            raise AssertionError(f"{name} m {m} n {n} k {k} {c.dtypes} {out_dtype} fast {fast}: {wrong}") from None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("out_dtype", FLOATS)
+def test_out_in_wider_rows(rng: np.random.Generator, name: str, out_dtype: str) -> None:
+    """Rows start on 16 bytes and end anywhere: what is beside them stays."""
+    import cupy
+
+    if name not in rows_here():
+        pytest.skip("this GPU has no such kernel")
+    for m, n in itertools.product((1, 70, 300), (1, 17, 30, 40, 129, 260)):
+        c = case(rng, m, n, 144)
+        a, b = c.tensors(cupy.asarray)
+        whole = cupy.full((m, 320), 77, FLOATS[out_dtype])
+        with served_by(name):
+            cufp8.scaled_mm(a, b, bias=cupy.asarray(c.bias), out_dtype=out_dtype, out=whole[:, :n])
+        c.check(whole[:, :n], out_dtype, acc_of(144, False))
+        assert bool((whole[:, n:] == 77).all()), (m, n)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*ROWS, None])
+@pytest.mark.parametrize("out_dtype", FLOATS)
+@pytest.mark.parametrize("dtypes", PAIRS, ids="-".join)
+def test_dtypes_and_scalings(
+    rng: np.random.Generator, poison: Any, name: str | None, out_dtype: str, dtypes: tuple[str, str]
+) -> None:
+    if name and name not in rows_here():
+        pytest.skip("this GPU has no such kernel")
+    for by_row, bias, fast in itertools.product(SCALINGS, (False, True), (False, True)):
+        c = case(rng, 150, 328, 400, dtypes, by_row, bias)
+        with served_by(name):
+            c.check(multiply(c, poison, out_dtype, fast), out_dtype, acc_of(400, fast))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", kernels._FEW_CHANNELS)
+def test_tiles_and_splits_of_few_tokens(rng: np.random.Generator, poison: Any, tokens: int) -> None:
+    if "scaled_few" not in rows_here():
+        pytest.skip("this GPU has no such kernel")
+    widest = kernels._FEW_CHANNELS[tokens]
+    for tile, split, m in itertools.product((16, 112, widest - 16, widest), (1, 2, 4, 8), (tokens, 2 * tokens + 3)):
+        c = case(rng, m, 600, 1040)
+        with served_by("scaled_few", lambda t, p, of=(tokens, tile, split): kernels.few_launch(t, p, *of)):
+            y = multiply(c, poison)
+        try:
+            c.check(y, "bfloat16", acc_of(1040, tokens > 128))
+        except AssertionError as wrong:
+            raise AssertionError(f"tile {tile} split {split} m {m}: {wrong}") from None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("pitch", "offset"), [(0, 0), (16, 0), (16, 16), (3, 0), (0, 1), (5, 7), (8, 8), (1, 15)])
+def test_pitches_and_offsets(rng: np.random.Generator, poison: Any, pitch: int, offset: int) -> None:
+    for m, k in ((5, 320), (130, 320), (300, 77)):
+        c = case(rng, m, 200, k)
+        c.check(multiply(c, poison, pitch=pitch, offset=offset), "bfloat16", acc_of(k, False))
+
+
+@pytest.mark.gpu
+def test_views_in_any_order(rng: np.random.Generator) -> None:
+    import cupy
+
+    c = case(rng, 40, 48, 64)
+    a, b = c.tensors(cupy.asarray)
+    views = {
+        "transposed": cupy.asarray(np.ascontiguousarray(c.a.T)).T,
+        "backwards": cupy.asarray(np.ascontiguousarray(c.a[::-1]))[::-1],
+        "every other column": cupy.asarray(np.repeat(c.a, 2, axis=1))[:, ::2],
+        "every other row": cupy.asarray(np.repeat(c.a, 2, axis=0))[::2],
+    }
+    scales = cupy.asarray(np.repeat(c.scale_a, 3, axis=0))[::3]
+    for what, view in views.items():
+        y = cufp8.scaled_mm(tensor(view, scales), b, bias=cupy.asarray(c.bias))
+        try:
+            c.check(y, "bfloat16", acc_of(64, False))
+        except AssertionError as wrong:
+            raise AssertionError(f"{what}: {wrong}") from None
+    one = dataclasses.replace(c, a=np.repeat(c.a[:1], 40, axis=0))
+    y = cufp8.scaled_mm(tensor(cupy.broadcast_to(a.codes[:1], (40, 64)), a.scale), b, bias=cupy.asarray(c.bias))
+    one.check(y, "bfloat16", acc_of(64, False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*ROWS, None])
+def test_nan_poisons_its_own_row(rng: np.random.Generator, poison: Any, name: str | None) -> None:
+    if name and name not in rows_here():
+        pytest.skip("this GPU has no such kernel")
+    for dtypes, m in itertools.product(PAIRS, (9, 200)):
+        c = case(rng, m, 136, 304, dtypes)
+        c.a[m - 2, 303] = c.a[3, 0] = NAN
+        c.b[70, 200] = NAN
+        with served_by(name):
+            y = multiply(c, poison)
+        values = reference.to_float64(y)
+        nan = np.zeros_like(values, bool)
+        nan[m - 2] = nan[3] = True
+        nan[:, 70] = True
+        assert (np.isnan(values) == nan).all(), (dtypes, m)
+        c.check(y, "bfloat16", acc_of(304, False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROWS)
+def test_outputs_of_any_pitch(rng: np.random.Generator, name: str) -> None:
+    import cupy
+
+    if name not in rows_here():
+        pytest.skip("this GPU has no such kernel")
+    for m, (n, pitch, offset), out_dtype in itertools.product(
+        (3, 300), ((128, 144, 8), (120, 129, 1), (257, 257, 0), (64, 200, 3)), FLOATS
+    ):
+        c = case(rng, m, n, 160)
+        a, b = c.tensors(cupy.asarray)
+        size = FLOATS[out_dtype].itemsize
+        memory = cupy.full((m * pitch + offset) * size, 0xFF, cupy.uint8)
+        out = memory.view(FLOATS[out_dtype])[offset:].reshape(m, pitch)[:, :n]
+        with served_by(name):
+            cufp8.scaled_mm(a, b, bias=cupy.asarray(c.bias), out_dtype=out_dtype, out=out)
+        c.check(out, out_dtype, acc_of(160, False))
+        outside = np.ones((m, pitch * size), bool)
+        outside[:, : n * size] = False
+        left = memory.get()
+        assert (left[: offset * size] == 0xFF).all() and (left[offset * size :].reshape(m, -1)[outside] == 0xFF).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 16, 64, 128, 300, 1000])
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_same_bits_again_and_in_a_graph(rng: np.random.Generator, m: int, fast: bool) -> None:
+    import cupy
+
+    c = case(rng, m, 1024, 2048)
+    a, b = c.tensors(cupy.asarray)
+    bias = cupy.asarray(c.bias)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        first = cufp8.scaled_mm(a, b, bias=bias, fast_accum=fast)
+        out = cupy.empty_like(first)
+        stream.begin_capture()
+        for _ in range(20):  # each may start before the one before is done
+            cufp8.scaled_mm(a, b, bias=bias, fast_accum=fast, out=out)
+        graph = stream.end_capture()
+        for _ in range(5):
+            out.view(np.uint16).fill(0xFFFF)
+            graph.launch(stream)
+            stream.synchronize()
+            assert (out.view(np.uint16) == first.view(np.uint16)).all()
+    c.check(first, "bfloat16", acc_of(2048, fast))
+
+
+@pytest.mark.gpu
+def test_a_chain_reads_what_the_call_before_wrote(rng: np.random.Generator) -> None:
+    """Codes of y's bytes: the second call starts before the first is done, and must wait for it."""
+    import cupy
+
+    for m in (4, 64, 512):
+        c = case(rng, m, 2048, 1024)
+        a, b = c.tensors(cupy.asarray)
+        n_bytes = cupy.empty((m, 2048), FLOATS["float16"])
+        codes_of_y = n_bytes.view(np.uint8)[:, :1024]  # any bytes are codes
+        second = tensor(codes_of_y, cupy.ones((m, 1), np.float32))
+        last = case(rng, 8, 512, 1024)
+        w = tensor(cupy.asarray(last.b), cupy.asarray(last.scale_b))
+        results = []
+        for wait in (True, False, False):
+            n_bytes.view(np.uint16).fill(0x3C3C)
+            cupy.cuda.runtime.deviceSynchronize()
+            cufp8.scaled_mm(a, b, out_dtype="float16", out=n_bytes)
+            if wait:
+                cupy.cuda.runtime.deviceSynchronize()
+            results.append(cufp8.scaled_mm(second, w, out_dtype="float32").view(np.uint32).get())
+        assert (results[0] == results[1]).all() and (results[0] == results[2]).all(), m
+
+
+@pytest.mark.gpu
+def test_libraries_and_no_tokens(rng: np.random.Generator) -> None:
+    import cupy
+
+    torch = pytest.importorskip("torch")
+    c = case(rng, 20, 96, 64)
+    a, b = c.tensors(lambda x: torch.from_numpy(x).cuda())
+    out = torch.full((20, 96), torch.nan, dtype=torch.float16, device="cuda")
+    bias = torch.from_numpy(c.bias).cuda()
+    torch.cuda.synchronize()
+    assert cufp8.scaled_mm(a, b, bias=bias, out_dtype="float16", out=out) is out
+    c.check(out, "float16", acc_of(64, False))
+    none = case(rng, 0, 96, 64)
+    y = cufp8.scaled_mm(*none.tensors(cupy.asarray))
+    assert isinstance(y, cupy.ndarray) and y.shape == (0, 96)
+    with pytest.raises(ValueError, match="a is on cuda:0 and b on cpu"):
+        cufp8.scaled_mm(a, c.tensors()[1])
+    with pytest.raises(ValueError, match="bias is on the CPU"):
+        cufp8.scaled_mm(a, b, bias=c.bias)
+    memory = cupy.zeros(20 * 96 * 4, np.uint8)
+    shared = tensor(memory[: 20 * 64].reshape(20, 64), a.scale)
+    with pytest.raises(ValueError, match="out overlaps"):
+        cufp8.scaled_mm(shared, b, out_dtype="float32", out=memory.view(np.float32).reshape(20, 96))
+    with pytest.raises(ValueError, match=r"needed is bfloat16 \[20, 96\] on cuda:0"):
+        cufp8.scaled_mm(a, b, out=cupy.empty((20, 95), np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 64, 256, 2048])
+def test_relative_errors(rng: np.random.Generator, m: int) -> None:
+    import cupy
+
+    # So many outputs of one size that what rounding does to them hardly varies.
+    c = case(rng, m, max(1024, 16384 // m), 4096, by_row=(True, m > 64), bias=False)
+    a, b = c.tensors(cupy.asarray)
+    exact = c.exact[0]
+    for out_dtype, largest in (("bfloat16", 1.8e-3), ("float32", 3e-4)):
+        y = reference.to_float64(cufp8.scaled_mm(a, b, out_dtype=out_dtype))
+        error = np.linalg.norm(y - exact) / np.linalg.norm(exact)
+        assert error <= largest, (out_dtype, error)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", ROWS)
+def test_some_ways_for_the_sanitizer(rng: np.random.Generator, poison: Any, name: str) -> None:
+    if name not in rows_here():
+        pytest.skip("this GPU has no such kernel")
+    for m, n, k in ((5, 40, 80), (130, 264, 272)):
+        for out_dtype, fast in (("bfloat16", True), ("float32", False)):
+            c = case(rng, m, n, k)
+            with served_by(name):
+                c.check(multiply(c, poison, out_dtype, fast), out_dtype, acc_of(k, fast))
+    if name == "scaled_mma_sync":
+        c = case(rng, 19, 37, 67)
+        c.check(multiply(c, poison), "bfloat16", acc_of(67, False))
