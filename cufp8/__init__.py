@@ -5,6 +5,7 @@ from cufp8.block_scaled import from_128x4, pack_fp4, to_128x4, unpack_fp4
 from cufp8.linear import Linear
 from cufp8.matmul import scaled_mm
 from cufp8.quantize import ErrorReport, QuantizedTensor, error_report, quantize
+from cufp8.scaled_linear import calibrate
 
 __version__ = "0.1.0"
 
@@ -12,6 +13,7 @@ __all__ = [
     "ErrorReport",
     "Linear",
     "QuantizedTensor",
+    "calibrate",
     "error_report",
     "from_128x4",
     "pack_fp4",

@@ -428,22 +428,20 @@ class _Call:
                 *(x.ptr, second_ptr, r.ptr, total, codes, scale, given),
                 *(x.stride, x.step, second_step, r.stride, r.step, codes_stride, q.scale.strides[0] // 4),
                 *(m, k, float(self.scale) if static else 0.0, eps, _ONE / np.float32(k)),
-                *(found, list(kernels.SCALINGS.values()).index(mode), code == "e5m2"),
+                *(found, _MODES.index(mode), code == "e5m2"),
             )
 
         # Kernels for whole pieces of 16 bytes read what is aligned so, and write the codes of a piece at once.
         read = x.ptr | x.stride * size | r.ptr | r.stride * size | second_ptr | k * size
         whole = not (read & 15 or (codes | codes_stride) & 16 // size - 1) and x.step == r.step == second_step == 1
-        kept = k <= kernels.row_most(size)
         if dynamic:
             import cupy
 
             cupy.cuda.runtime.memsetAsync(scale, 0, 4, stream)
-            entry = f"amax_{self.x.dtype.name}{'' if whole and kept else '_any'}"
+            kept = whole and k <= kernels.row_most(size)
+            entry = f"amax_{self.x.dtype.name}{'' if kept else '_any'}"
             _launcher(kernel, entry, m, k, True, device, False)(stream, *fields(False))
-        row, entry = kernel == "rms_norm" or mode == "token", f"{name}_{self.x.dtype.name}_{mode}_{code}"
-        if not (whole and (kept or not row) and entry in _entries(kernel, device)):
-            row, entry = True, f"{name}_{self.x.dtype.name}_any"
+        entry, row = _entry(kernel, name, self.x.dtype.name, mode, code, k, whole, device)
         _launcher(kernel, entry, m, k, row, device, pdl)(stream, *fields(dynamic))
 
 
@@ -471,6 +469,49 @@ def _matrix(given: Any, a: Any) -> _Matrix:
     found = interop.adapter(given)
     a = interop.array(found.contiguous(given), "x") if hasattr(found, "contiguous") else ours.contiguous(a)
     return _Matrix(a.data.ptr, a.shape[-1], 1, a)
+
+
+_MODES = list(kernels.SCALINGS.values())  # in the order of `Mode` in kernels_cu/activations.cuh
+
+
+def queue_of(
+    x_dtype: str,
+    m: int,
+    k: int,
+    block: tuple[int, int],
+    scale: float | None,
+    *,
+    pitch: int,
+    aligned: bool,
+    device: int,
+    pdl: bool,
+) -> Callable[[int, int, int, int, int], None]:
+    """`quantize_activations` of m rows to e4m3fn in prepared memory on a GPU, for many calls.
+
+    Called with (stream, address of x, values from one row of it to the next, address of codes, address of scales). Rows
+    of codes lie `pitch` bytes apart, scales side by side. `aligned`: each row of x starts on 16 bytes and fills such
+    pieces. A scale goes with the block (-1, -1), and only with that.
+    """
+    mode = kernels.SCALINGS[block]
+    entry, row = _entry("activations", "quantize", x_dtype, mode, "e4m3fn", k, aligned, device)
+    launcher = _launcher("activations", entry, m, k, row, device, pdl)
+    last = m, k, 0.0 if scale is None else scale, 0.0, _ONE / np.float32(k), False, _MODES.index(mode), False
+
+    def queue(stream: int, x: int, x_stride: int, codes: int, scales: int) -> None:
+        launcher(stream, x, 0, 0, 0, codes, scales, 0, x_stride, 1, 1, 0, 1, pitch, 1, *last)
+
+    return queue
+
+
+def _entry(
+    kernel: str, name: str, x_dtype: str, mode: str, code: str, k: int, whole: bool, device: int
+) -> tuple[str, bool]:
+    """The entry that serves rows of k values, and whether a block of it has to know all of a row."""
+    row, entry = kernel == "rms_norm" or mode == "token", f"{name}_{x_dtype}_{mode}_{code}"
+    kept = k <= kernels.row_most(FLOATS[x_dtype].itemsize)
+    if whole and (kept or not row) and entry in _entries(kernel, device):
+        return entry, row
+    return f"{name}_{x_dtype}_any", True
 
 
 @lru_cache

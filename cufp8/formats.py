@@ -45,6 +45,8 @@ class Scheme:
     scale_dtype: str
     block: tuple[int, int]  # rows and columns that share a scale; -1: all of them
     global_scale: bool = False  # one more float32 factor, for the whole weight or for each row
+    x_block: tuple[int, int] | None = None  # which values of x, in e4m3fn too, share a scale; None: x stays as it is
+    x_static: bool = False  # the scale of x is given once, not found in each call
 
 
 FORMATS = {
@@ -57,10 +59,13 @@ FORMATS = {
     )
 }
 
+# A QuantizedTensor of a weight is called by the first of these that has its dtypes and block.
 SCHEMES = {
     s.name: s
     for s in (
         Scheme("FP8A16", "float8_e4m3fn", "float32", (1, -1)),
+        Scheme("FP8_DYNAMIC", "float8_e4m3fn", "float32", (1, -1), x_block=(1, -1)),
+        Scheme("FP8", "float8_e4m3fn", "float32", (-1, -1), x_block=(-1, -1), x_static=True),
         Scheme("MXFP8A16", "float8_e4m3fn", "float8_e8m0fnu", (1, 32)),
         Scheme("MXFP4A16", "float4_e2m1fn", "float8_e8m0fnu", (1, 32)),
         Scheme("NVFP4A16", "float4_e2m1fn", "float8_e4m3fn", (1, 16), global_scale=True),

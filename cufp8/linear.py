@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from cufp8 import interop, kernels, runtime
-from cufp8.formats import FLOATS, SCHEMES
+from cufp8.formats import FLOATS, SCHEMES, Scheme
+from cufp8.formats import scheme as scheme_of
 from cufp8.kernels import Problem, pick
 from cufp8.quantize import QuantizedTensor, _column_chunks, _row_chunks, quantize_to
 
@@ -31,8 +32,10 @@ class Linear:
     bias
         None, or floats of shape [N]; kept in float32.
     scheme
-        "FP8A16": e4m3fn weights with a float32 scale per output channel, activations as they are. On the CPU also
-        "NVFP4A16", "MXFP4A16" and "MXFP8A16" (`quantize`).
+        "FP8A16": e4m3fn weights with a float32 scale per output channel, activations as they are.
+        "FP8_DYNAMIC": the same weights; activations in e4m3fn too, with a scale per token, found in each call.
+        "FP8": e4m3fn weights with one scale, activations in e4m3fn with one scale, `input_scale`.
+        On the CPU also "NVFP4A16", "MXFP4A16" and "MXFP8A16" (`quantize`).
     device
         "cpu", "cuda", "cuda:i". None: where the weights are if that is a GPU, else the current GPU, else "cpu".
     out_dtype
@@ -42,15 +45,35 @@ class Linear:
         its predecessor in the stream is done. False: it starts after.
     batch_invariant
         The bits of a row of y depend on its row of x alone, not on how many rows come with it. False: each number of
-        rows gets the kernel that is fastest for it, and rows may differ in their last bit.
+        rows gets the kernel that is fastest for it, and rows may differ in their last bit. Not of FP8_DYNAMIC and FP8.
+    input_scale
+        Of FP8: what the codes of x are multiplied with, so that x up to 448 times it fits and what is larger is cut to
+        that. A number, rounded to float32, or a float32 array of one element, on any device; finite and above 0. None:
+        `calibrate` finds it before the layer is called. Later also by `layer.input_scale = ...`, while no thread calls
+        the layer; graphs captured before keep the scale of then.
+    fast_accum
+        Of FP8_DYNAMIC and FP8: as for `scaled_mm`.
 
     Raises
     ------
     TypeError, ValueError
-        As `quantize`; or if bias, out_dtype or device are not as above.
+        As `quantize`; or if bias, out_dtype, device or input_scale are not as above, or the scheme has no input_scale,
+        fast_accum or batch_invariant and one is given.
     runtime.DeviceError
         If a GPU is named that cannot be used.
+
+    Source: compressed-tensors for the names of schemes and what they quantise.
     """
+
+    input_scale: float | None = None
+    fast_accum = False
+    _quantizes_x = False
+
+    def __new__(cls, *args: Any, scheme: str = "FP8A16", **options: Any) -> Linear:
+        row = SCHEMES.get(scheme)
+        if cls is Linear and row is not None and row.x_block is not None:
+            from cufp8.scaled_linear import ScaledLinear as cls
+        return object.__new__(cls)
 
     def __init__(
         self,
@@ -62,9 +85,12 @@ class Linear:
         out_dtype: str | None = None,
         pdl: bool = True,
         batch_invariant: bool = False,
+        input_scale: Any = None,
+        fast_accum: bool = False,
     ) -> None:
         place = _place(device, interop.array(weights, "Linear: weights"))
-        self._init(quantize_to(weights, place, scheme), bias, out_dtype, pdl, batch_invariant)
+        self._set(scheme, out_dtype, pdl, batch_invariant, input_scale, fast_accum)
+        self._take(quantize_to(weights, place, scheme), bias)
 
     @classmethod
     def from_quantized(
@@ -72,17 +98,24 @@ class Linear:
         q: QuantizedTensor,
         bias: Any = None,
         *,
+        scheme: str | None = None,
         device: str | None = None,
         out_dtype: str | None = None,
         pdl: bool = True,
         batch_invariant: bool = False,
+        input_scale: Any = None,
+        fast_accum: bool = False,
     ) -> Linear:
         """A layer from codes and scales that exist already; parameters as for `Linear`.
+
+        scheme: None is that of q, by which weights of one scale a row are FP8A16. FP8_DYNAMIC and FP8 take e4m3fn
+        weights of one float32 scale a row, or one for all.
 
         Raises
         ------
         ValueError
-            If q holds activations, which may have NaN codes or no rows, or is of no scheme of weights.
+            If q holds activations, which may have NaN codes or no rows, is of no scheme of weights, or has other
+            dtypes or scales than the scheme needs.
         """
         if q.activations or q.scheme not in SCHEMES:
             what = "holds activations" if q.activations else "is of no scheme of weights"
@@ -91,39 +124,87 @@ class Linear:
                 f"allowed are weights of {', '.join(SCHEMES)}: make one by quantize(w), or of codes and scales by "
                 "QuantizedTensor(...) without activations=True, which looks for NaN."
             )
-        layer = cls.__new__(cls)
-        layer._init(q.to(_place(device, q.codes)), bias, out_dtype, pdl, batch_invariant)
+        scheme = q.scheme if scheme is None else scheme_of(scheme).name
+        row = SCHEMES[scheme]
+        if not (q.dtype == row.dtype and q._scaled_by_row if row.x_block else q.scheme == scheme):
+            raise ValueError(
+                f"Linear: the QuantizedTensor has {q.dtype} codes with {q.scale_dtype} scales of shape "
+                f"{list(q.scale.shape)}; {scheme} needs {cls._needed(row, q.shape)}."
+            )
+        layer = cls.__new__(cls, scheme=scheme)
+        layer._set(scheme, out_dtype, pdl, batch_invariant, input_scale, fast_accum)
+        layer._take(q.to(_place(device, q.codes)), bias)
         return layer
 
-    def _init(self, q: QuantizedTensor, bias: Any, out_dtype: str | None, pdl: bool, batch_invariant: bool) -> None:
+    @staticmethod
+    def _needed(row: Scheme, shape: tuple[int, int]) -> str:
+        """The weights that a scheme takes."""
+        n, k = shape
+        wanted = [n, 1 if row.block[1] == -1 else -(-k // row.block[1])]
+        each = f"{wanted} or [1, 1]" if row.x_block else f"{wanted}"
+        return f"{row.dtype} codes with {row.scale_dtype} scales of shape {each}"
+
+    def _set(
+        self,
+        scheme: str,
+        out_dtype: str | None,
+        pdl: bool,
+        batch_invariant: bool,
+        input_scale: Any,
+        fast_accum: bool,
+    ) -> None:
+        """All that is not the weight or the bias."""
         if out_dtype is not None and out_dtype not in FLOATS:
             raise ValueError(f"Linear: out_dtype is {out_dtype!r}; allowed are {', '.join(FLOATS)} and None.")
-        self.shape, self.out_dtype, self.pdl, self.batch_invariant = q.shape, out_dtype, pdl, batch_invariant
-        self.scheme = q.scheme
+        self.out_dtype, self.pdl, self.batch_invariant = out_dtype, pdl, batch_invariant
+        self.scheme = scheme_of(scheme).name
+        if (SCHEMES[scheme].x_block is not None) != self._quantizes_x:
+            raise TypeError(f"Linear: {type(self).__name__} does not compute {scheme}; make the layer by Linear.")
+        self._plans: dict[Any, Any] = {}  # what `_plan` and `_examine` remember
+        self._set_x(input_scale, fast_accum)
+
+    def _set_x(self, input_scale: Any, fast_accum: bool) -> None:
+        """How x is quantised."""
+        if input_scale is not None:
+            raise ValueError(f"Linear: an input_scale was given, and {self.scheme} has none; FP8 has.")
+        if fast_accum:
+            raise ValueError(f"Linear: fast_accum was set, and {self.scheme} has none; FP8_DYNAMIC and FP8 have.")
+
+    def _take(self, q: QuantizedTensor, bias: Any) -> None:
+        """The weight, where it is to stay, and the bias; on a GPU all kernels are loaded."""
+        self.shape = q.shape
         self._n, self._k = q.shape
         bias = self._bias(bias)
-        self._plans: dict[Any, Any] = {}  # what `_plan` and `_examine` remember
         if q.device == "cpu":
             self._weight, self.bias, self._index = q, bias, None
             return
-
-        if self.scheme != "FP8A16":
-            raise ValueError(
-                f"Linear: no kernel serves {self.scheme} on a GPU yet; allowed there is FP8A16. On the CPU, with "
-                "device='cpu', all schemes compute."
-            )
         import cupy
 
         self._index = q.codes.device.id
         self._current = cupy.cuda.runtime.getDevice
         self._target = runtime.target(self._index)
-        runtime.load([row for row in kernels.KERNELS if row.linear], self._index)
+        runtime.load(self._rows(), self._index)
         with cupy.cuda.Device(self._index):
-            self._scale = cupy.ascontiguousarray(q.scale)
-            self._panels = kernels.panels_split(*self.shape, self._target.sms)[0]
-            self._codes = _pack(q, self._panels, self._index)
+            self._keep(q)
             self.bias = None if bias is None else cupy.asarray(bias)
             cupy.cuda.runtime.deviceSynchronize()  # from here on no stream needs to wait for the weights
+
+    def _rows(self) -> list[kernels.Kernel]:
+        """Rows of KERNELS that may serve the layer."""
+        if self.scheme != "FP8A16":
+            raise ValueError(
+                f"Linear: no kernel serves {self.scheme} on a GPU yet; allowed there are FP8A16, FP8_DYNAMIC and FP8. "
+                "On the CPU, with device='cpu', all schemes compute."
+            )
+        return [row for row in kernels.KERNELS if row.linear]
+
+    def _keep(self, q: QuantizedTensor) -> None:
+        """Codes and scales on the current GPU, as the kernels read them."""
+        import cupy
+
+        self._scale = cupy.ascontiguousarray(q.scale)
+        self._panels = kernels.panels_split(*self.shape, self._target.sms)[0]
+        self._codes = _pack(q, self._panels, self._index)
         self._dtypes = {"dtype": q.dtype, "scale_dtype": q.scale_dtype, "block": q.block}
 
     def _bias(self, bias: Any) -> np.ndarray | None:
@@ -159,7 +240,7 @@ class Linear:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and bias, without padding."""
-        weight = self._weight.nbytes if self._index is None else self._n * self._k + 4 * self._n
+        weight = self._weight.nbytes if self._index is None else self._n * self._k + self._scale.nbytes
         return weight + (0 if self.bias is None else 4 * self._n)
 
     def to(self, device: str) -> Linear:
@@ -171,10 +252,13 @@ class Linear:
         return Linear.from_quantized(
             q,
             bias,
+            scheme=self.scheme,
             device=q.device,
             out_dtype=self.out_dtype,
             pdl=self.pdl,
             batch_invariant=self.batch_invariant,
+            input_scale=self.input_scale,
+            fast_accum=self.fast_accum,
         )
 
     def kernels(self, m: int, x_dtype: str = "bfloat16") -> str:
@@ -213,7 +297,8 @@ class Linear:
         TypeError
             If x is no array, or its dtype is not one of the three.
         ValueError
-            If x has another number of features, is on another device, or `out` does not fit.
+            If x has another number of features, is on another device, or `out` does not fit; or if the scheme is FP8
+            and there is no input_scale yet.
         RuntimeError
             If a torch tensor requires grad while grad mode is on.
         """
@@ -277,7 +362,7 @@ class Linear:
             y, (y_ptr, y_stride) = out, self._check_out(a, v, out, y_shape, out_dtype, size)
             result = size * ((m - 1) * x_stride + self._k), _SIZES[out_dtype] * ((m - 1) * y_stride + self._n)
         if m:
-            plan = self._plans.get((m, dtype, aligned)) or self._plan(m, dtype, aligned, stream)
+            plan = self._plans.get((m, dtype, aligned)) or self._plan(m, dtype, aligned, a)
             plan(stream, ptr, x_stride, y_ptr, y_stride)
             if form is not None and not ptr & 15:
                 self._remember(form, (plan, x_stride, y_stride, result))
@@ -291,7 +376,7 @@ class Linear:
             aligned16=aligned16, batch_invariant=self.batch_invariant, captured=captured,
         )  # fmt: skip
 
-    def _plan(self, m: int, x_dtype: str, aligned: bool, stream: int) -> Callable[..., None]:
+    def _plan(self, m: int, x_dtype: str, aligned: bool, library: Any) -> Callable[..., None]:
         """How m rows are served, as a call of (stream, x, x's stride, y, y's stride); remembered."""
         problem = self._problem(m, x_dtype, aligned)
         row = pick(self._target, problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -98,7 +99,34 @@ def scaled_mm(
     a_ptr, b_ptr = a_codes.data.ptr, b_codes.data.ptr
     aligned = not (a_ptr | b_ptr | a_stride | b_stride) & 15
     launcher, launch = _launcher(device, a.dtype, b.dtype, out_dtype, m, n, k, bool(fast_accum), aligned)
-    size, maps, mapped = _SIZES[out_dtype], (b"", b"", b""), False
+    _queue(
+        stream, launcher, launch, (m, n, k), out_dtype, aligned, False,
+        (a_ptr, a_stride, a.scale.data.ptr, _step(a)), (b_ptr, b_stride, b.scale.data.ptr, _step(b)), bias_ptr,
+        (y_ptr, y_stride),
+    )  # fmt: skip
+    return y
+
+
+def _queue(
+    stream: int,
+    launcher: runtime.Launcher,
+    launch: Launch,
+    shape: tuple[int, int, int],
+    out_dtype: str,
+    aligned: bool,
+    weights: bool,
+    a: tuple[int, int, int, int],
+    b: tuple[int, int, int, int],
+    bias: int,
+    y: tuple[int, int],
+) -> None:
+    """Launch on `stream`. a and b: address, bytes from one row to the next, and both of the scales; y: the first two.
+
+    `weights`: no kernel writes b at that time, so that it may be read before the kernel before this one is done.
+    """
+    (m, n, k), size = shape, _SIZES[out_dtype]
+    (a_ptr, a_stride, scale_a, step_a), (b_ptr, b_stride, scale_b, step_b), (y_ptr, y_stride) = a, b, y
+    maps, mapped = (b"", b"", b""), False
     if launch.boxes[0]:
         # A store by a map ends on 16 bytes: where a row does not, it would write beyond it.
         mapped = launch.boxes[2] > 0 and not (y_ptr | y_stride * size | n * size) & 15
@@ -108,11 +136,43 @@ def scaled_mm(
             runtime.tensor_map(y_ptr, m, n, y_stride, launch.boxes[2], size) if mapped else b"",
         )
     launcher(
-        stream, a_ptr, b_ptr, a.scale.data.ptr, b.scale.data.ptr, bias_ptr, y_ptr, a_stride, b_stride, y_stride,
-        m, n, k, _OUT[out_dtype], _step(a), _step(b), aligned, mapped, False, launch.stages, launch.split,
+        stream, a_ptr, b_ptr, scale_a, scale_b, bias, y_ptr, a_stride, b_stride, y_stride,
+        m, n, k, _OUT[out_dtype], step_a, step_b, aligned, mapped, weights, launch.stages, launch.split,
         *launch.fields, *maps,
     )  # fmt: skip
-    return y
+
+
+def queue_of(
+    problem: ScaledProblem,
+    b: tuple[int, int, int, int],
+    bias: int,
+    step_a: int,
+    *,
+    a_stride: int,
+    device: int,
+    pdl: bool,
+) -> Callable[[int, int, int, int, int], None]:
+    """`scaled_mm` with one b in prepared memory on a GPU, for many calls.
+
+    Called with (stream, address of a, address of its scales, address of y, values from one row of y to the next). b:
+    address, bytes from one row to the next, address of scales and elements from one to the next, 0 where all rows have
+    one; `step_a` and `a_stride` are the same of a, bias an address or 0. With pdl, b is read before the kernel before
+    this one is done.
+    """
+    target = runtime.target(device)
+    row = pick(target, problem)
+    launch, p = row.plan(target, problem), problem
+    pdl = pdl and kernels.arch_of(target.arch).pdl
+    launcher = runtime.Launcher(row, launch, device, pdl)
+    only = -(-p.n // 16) * 16 if p.m == 1 else 0  # one row may come with any stride
+
+    def queue(stream: int, a: int, scale_a: int, y: int, y_stride: int) -> None:
+        _queue(
+            stream, launcher, launch, (p.m, p.n, p.k), p.out_dtype, p.aligned16, pdl,
+            (a, a_stride, scale_a, step_a), b, bias, (y, only or y_stride),
+        )  # fmt: skip
+
+    return queue
 
 
 @lru_cache(4096)

@@ -156,7 +156,7 @@ class QuantizedTensor:
     @property
     def device(self) -> str:
         """ "cpu" or "cuda:i"."""
-        return "cpu" if interop.on_host(self.codes) else f"cuda:{self.codes.device.id}"
+        return _device_of(self.codes)
 
     @property
     def nbytes(self) -> int:
@@ -269,8 +269,9 @@ class QuantizedTensor:
 def quantize(w: Any, scheme: str = "FP8A16", *, e8m0: str = "RCEIL") -> QuantizedTensor:
     """Quantise a weight matrix.
 
-    FP8A16: `scale[n] = max(amax(abs(w[n, :])) / 448, 2^-126)`, 1 for a row of zeros;
+    FP8A16, FP8_DYNAMIC: `scale[n] = max(amax(abs(w[n, :])) / 448, 2^-126)`, 1 for a row of zeros;
     `codes = e4m3fn(clip(w / scale, -448, 448))`, ties to even; all in float32 (float64 is rounded first).
+    FP8: the same with one scale for all of w; runs on the host.
     NVFP4A16, MXFP4A16, MXFP8A16: `block_scaled.quantize_blocks`, which runs on the host.
 
     Parameters
@@ -278,7 +279,8 @@ def quantize(w: Any, scheme: str = "FP8A16", *, e8m0: str = "RCEIL") -> Quantize
     w
         float16, bfloat16, float32 or float64, shape [N, K], any strides; NumPy, CuPy, torch or JAX.
     scheme
-        A name in formats.SCHEMES.
+        A name in formats.SCHEMES. How a layer takes x is no part of the result: one quantised for FP8_DYNAMIC is what
+        FP8A16 makes, and says so.
     e8m0
         How MX schemes choose a block's power of two: "RCEIL", "FLOOR" or "EVEN" (`block_scaled.exponent_codes`).
 
@@ -304,21 +306,20 @@ def quantize(w: Any, scheme: str = "FP8A16", *, e8m0: str = "RCEIL") -> Quantize
     if row.scale_dtype != "float32":
         codes, scale, global_scale, wrong = quantize_blocks(interop.to_host(a), row, e8m0)
         _refuse(wrong, a.shape)
-        q = _quantized(codes, scale, row, a.shape, global_scale)
-        return q if interop.on_host(a) else q.to(f"cuda:{a.device.id}")
-    if interop.on_host(a):
-        codes, scale, wrong = _quantize_host(a, FORMATS[row.dtype])
+        return _quantized(codes, scale, row, a.shape, global_scale).to(_device_of(a))
+    if interop.on_host(a) or not _by_channel(row):
+        codes, scale, wrong = _quantize_host(interop.to_host(a), row)
     else:
         codes, scale, wrong = _quantize_gpu(a, a.device.id, interop.stream(w))
     _refuse(wrong, a.shape)
-    return _quantized(codes, scale, row, a.shape)
+    return _quantized(codes, scale, row, a.shape).to(_device_of(a))
 
 
 def quantize_to(w: Any, device: str, scheme: str = "FP8A16") -> QuantizedTensor:
     """`quantize` of a weight that is wanted on `device`: on a GPU it is quantised there, part by part."""
     row = scheme_of(scheme)
     a = _weights(w)
-    if device == "cpu" or not interop.on_host(a) or row.scale_dtype != "float32":
+    if device == "cpu" or not interop.on_host(a) or not _by_channel(row):
         return quantize(w, scheme).to(device)
     cupy, index = _gpu(device)
     n, k = a.shape
@@ -331,6 +332,15 @@ def quantize_to(w: Any, device: str, scheme: str = "FP8A16") -> QuantizedTensor:
                 wrong = Wrong(k, wrong.count + found.count, wrong.first if wrong.count else r.start * k + found.first)
     _refuse(wrong, a.shape)
     return _quantized(codes, scale, row, a.shape)
+
+
+def _by_channel(row: Scheme) -> bool:
+    """Whether quantize.cu makes it."""
+    return row.scale_dtype == "float32" and row.block == (1, -1)
+
+
+def _device_of(a: Any) -> str:
+    return "cpu" if interop.on_host(a) else f"cuda:{a.device.id}"
 
 
 def _quantized(codes: Any, scale: Any, row: Scheme, shape: Any, global_scale: Any = None) -> QuantizedTensor:
@@ -413,20 +423,22 @@ def codes_of(values: np.ndarray, scale: np.ndarray, fmt: Format) -> np.ndarray:
     return quotient.astype(fmt.dtype).view(np.uint8)
 
 
-def _quantize_host(w: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray, Wrong]:
+def _quantize_host(w: np.ndarray, row: Scheme) -> tuple[np.ndarray, np.ndarray, Wrong]:
     """Codes, scales, and which values are not finite."""
-    n, k = w.shape
-    codes, scale, wrong = np.empty((n, k), np.uint8), np.empty((n, 1), np.float32), Wrong(k)
+    (n, k), fmt, whole = w.shape, FORMATS[row.dtype], row.block[0] == -1
+    codes, scale, wrong = np.empty((n, k), np.uint8), np.empty((1 if whole else n, 1), np.float32), Wrong(k)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        for r in _row_chunks(w.shape, _TILE):
-            amax = np.zeros((r.stop - r.start, 1), np.float32)
-            for c in _column_chunks(w.shape):
+        for rows in [slice(0, n)] if whole else _row_chunks(w.shape, _TILE):
+            at = slice(0, 1) if whole else rows
+            amax = np.zeros(scale[at].shape, np.float32)
+            parts = list(tiles(w.shape)) if whole else [(rows, c) for c in _column_chunks(w.shape)]
+            for r, c in parts:
                 tile = np.abs(w[r, c].astype(np.float32))
                 wrong.add(~np.isfinite(tile), r, c)
-                np.maximum(amax, tile.max(axis=1, keepdims=True), out=amax)
-            scale[r] = scales_of(amax, fmt)
-            for c in _column_chunks(w.shape):
-                codes[r, c] = codes_of(w[r, c].astype(np.float32), scale[r], fmt)
+                np.maximum(amax, tile.max(axis=None if whole else 1, keepdims=True), out=amax)
+            scale[at] = scales_of(amax, fmt)
+            for r, c in parts:
+                codes[r, c] = codes_of(w[r, c].astype(np.float32), scale[at], fmt)
     return codes, scale, wrong
 
 

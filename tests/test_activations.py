@@ -609,7 +609,8 @@ def test_they_are_called_what_they_are(dtype: str, block: tuple) -> None:
         assert repr(one) == f"QuantizedTensor([3, 5], {SCHEME[block]}, {dtype}, device='cpu')"
     weight = tensor(q)
     assert not weight.activations
-    assert weight.scheme == ("FP8A16" if (dtype, block) == ("float8_e4m3fn", TOKEN) else SCHEME[block])
+    known = {("float8_e4m3fn", TOKEN): "FP8A16", ("float8_e4m3fn", TENSOR): "FP8"}
+    assert weight.scheme == known.get((dtype, block), SCHEME[block])
 
 
 @formats
@@ -628,6 +629,8 @@ def test_no_layer_takes_them_for_its_weight(rng: np.random.Generator, dtype: str
     if weight.scheme == "FP8A16":
         y = cufp8.Linear.from_quantized(weight, device="cpu")(x[:1])
         np.testing.assert_allclose(y, x[:1] @ weight.dequantize("float64").T, rtol=1e-4, atol=1e-4)
+    elif weight.scheme == "FP8":
+        assert cufp8.Linear.from_quantized(weight, device="cpu", input_scale=0.01)(x[:1]).shape == (1, 5)
     else:
         with pytest.raises(ValueError, match=f"is of no scheme of weights .{SCHEME[block]}: {dtype}"):
             cufp8.Linear.from_quantized(weight, device="cpu")

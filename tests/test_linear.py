@@ -530,7 +530,7 @@ def test_a_layer_that_cannot_be_made(rng: np.random.Generator) -> None:
     for options, text in (
         ({"out_dtype": "float64"}, r"Linear: out_dtype is 'float64'; allowed are bfloat16, float16, float32 and None"),
         ({"out_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
-        ({"scheme": "FP8"}, r"scheme 'FP8' is not known; known are FP8A16"),
+        ({"scheme": "FP4"}, r"scheme 'FP4' is not known; known are FP8A16, FP8_DYNAMIC, FP8"),
         ({"device": "tpu"}, r"device is 'tpu'; allowed are 'cpu', 'cuda' and 'cuda:<index>'"),
         ({"device": "cuda:x"}, r"device is 'cuda:x'"),
         ({"device": "cuda:-1"}, r"device is 'cuda:-1'"),
