@@ -59,7 +59,7 @@ FORMATS = {
     )
 }
 
-# A QuantizedTensor of a weight is called by the first of these that has its dtypes and block.
+# A QuantizedTensor of codes made elsewhere is called by the first of these that has its dtypes and block.
 SCHEMES = {
     s.name: s
     for s in (

@@ -22,8 +22,9 @@ _HOST_SLICE = kernels.SLICE_BYTES // 16  # values widened at once on the host: 4
 class Linear:
     """A linear layer whose weight stays in its codes.
 
-    y = round(fmaf(scale[n], sum_k x[m, k] * code[n, k], bias[n])): products and sums in float32, one rounding, to
-    x's dtype.
+    FP8A16: y = round(fmaf(scale[n], sum_k x[m, k] * code[n, k], bias[n])): products and sums in float32, one rounding,
+    to x's dtype. FP8_DYNAMIC and FP8: x becomes e4m3fn in each call, by `quantize_activations`, and is multiplied so,
+    by `scaled_mm`, which rounds once, to x's dtype. A NaN or Inf in x makes its row NaN there.
 
     Parameters
     ----------
@@ -42,7 +43,7 @@ class Linear:
         "bfloat16", "float16", "float32", or None for x's.
     pdl
         Programmatic dependent launch (sm_90 and newer): the kernel starts, and reads codes, scales and bias, before
-        its predecessor in the stream is done. False: it starts after.
+        its predecessor in the stream is done. False: it starts after, for callers who write weights in place.
     batch_invariant
         The bits of a row of y depend on its row of x alone, not on how many rows come with it. False: each number of
         rows gets the kernel that is fastest for it, and rows may differ in their last bit. Not of FP8_DYNAMIC and FP8.
@@ -108,8 +109,8 @@ class Linear:
     ) -> Linear:
         """A layer from codes and scales that exist already; parameters as for `Linear`.
 
-        scheme: None is that of q, by which weights of one scale a row are FP8A16. FP8_DYNAMIC and FP8 take e4m3fn
-        weights of one float32 scale a row, or one for all.
+        scheme: None is that of q. FP8_DYNAMIC and FP8 take any e4m3fn weights of one float32 scale a row, or one for
+        all; the others those that `quantize` makes for them.
 
         Raises
         ------
@@ -125,8 +126,9 @@ class Linear:
                 "QuantizedTensor(...) without activations=True, which looks for NaN."
             )
         scheme = q.scheme if scheme is None else scheme_of(scheme).name
-        row = SCHEMES[scheme]
-        if not (q.dtype == row.dtype and q._scaled_by_row if row.x_block else q.scheme == scheme):
+        row, made = SCHEMES[scheme], SCHEMES[q.scheme]
+        alike = (row.dtype, row.scale_dtype, row.block) == (made.dtype, made.scale_dtype, made.block)
+        if not (alike or (row.x_block and q.dtype == row.dtype and q._scaled_by_row)):
             raise ValueError(
                 f"Linear: the QuantizedTensor has {q.dtype} codes with {q.scale_dtype} scales of shape "
                 f"{list(q.scale.shape)}; {scheme} needs {cls._needed(row, q.shape)}."

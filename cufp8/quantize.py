@@ -41,6 +41,9 @@ class QuantizedTensor:
         True: what activations may be and weights may not is allowed, which is NaN (and Inf) codes and no rows at all.
         No layer takes such a tensor for its weight.
 
+    `scheme` is the name that `quantize` was given; of codes and scales made elsewhere the first in formats.SCHEMES that
+    has them: FP8A16, not FP8_DYNAMIC, which differ in how a layer takes x alone.
+
     Codes and scales are NumPy arrays where `device` is "cpu", CuPy arrays where it is "cuda:i"; arrays of torch, JAX or
     DLPack are taken without a copy.
 
@@ -65,6 +68,7 @@ class QuantizedTensor:
         global_scale: Any = None,
         activations: bool = False,
         _trusted: bool = False,
+        _scheme: str | None = None,
     ) -> None:
         if dtype not in FORMATS:
             raise ValueError(f"QuantizedTensor: dtype {dtype!r} is not known; known: {', '.join(FORMATS)}.")
@@ -94,7 +98,8 @@ class QuantizedTensor:
                 f"QuantizedTensor: scale has shape {list(scale.shape)}; needed is {list(wanted)}, a scale per {each}."
             )
         self.codes, self.scale = codes, scale.reshape(wanted)
-        self.dtype, self.scale_dtype, self.scheme, self.activations = dtype, scale_dtype, scheme.name, activations
+        self.dtype, self.scale_dtype, self.activations = dtype, scale_dtype, activations
+        self.scheme = _scheme or scheme.name
         self.shape, self.block = shape, scheme.block if whole else (1, size)
         self.global_scale = self._global(global_scale, scheme)
         if interop.on_host(codes) != interop.on_host(scale):
@@ -188,6 +193,7 @@ class QuantizedTensor:
             global_scale=None if self.global_scale is None else move(self.global_scale),
             activations=self.activations,
             _trusted=True,
+            _scheme=self.scheme,
         )
 
     def dequantize(self, dtype: str = "float32") -> Any:
@@ -195,7 +201,7 @@ class QuantizedTensor:
 
         One float32 scale a row, or for all: code * scale in float32, rounded again to a 16-bit dtype. Block scales: the
         exact product of code, scale and global scale; other dtypes than float64 get it by way of float32. On a GPU the
-        host computes all but FP8A16.
+        host computes all but FP8A16 and FP8_DYNAMIC.
 
         Raises
         ------
@@ -205,7 +211,7 @@ class QuantizedTensor:
         if dtype not in _WEIGHTS:
             raise ValueError(f"dequantize: dtype is {dtype!r}; allowed are {', '.join(_WEIGHTS)}.")
         if not interop.on_host(self.codes):
-            if self.scheme == "FP8A16":
+            if self.scheme in SCHEMES and _by_channel(SCHEMES[self.scheme]):
                 return _dequantize_gpu(self, dtype)
             import cupy
 
@@ -279,8 +285,7 @@ def quantize(w: Any, scheme: str = "FP8A16", *, e8m0: str = "RCEIL") -> Quantize
     w
         float16, bfloat16, float32 or float64, shape [N, K], any strides; NumPy, CuPy, torch or JAX.
     scheme
-        A name in formats.SCHEMES. How a layer takes x is no part of the result: one quantised for FP8_DYNAMIC is what
-        FP8A16 makes, and says so.
+        A name in formats.SCHEMES.
     e8m0
         How MX schemes choose a block's power of two: "RCEIL", "FLOOR" or "EVEN" (`block_scaled.exponent_codes`).
 
@@ -353,6 +358,7 @@ def _quantized(codes: Any, scale: Any, row: Scheme, shape: Any, global_scale: An
         block=row.block,
         global_scale=global_scale,
         _trusted=True,
+        _scheme=row.name,
     )
 
 

@@ -186,7 +186,8 @@ def _pitch(k: int) -> int:
 def _like(q: QuantizedTensor, codes: Any, scale: Any) -> QuantizedTensor:
     """The same weight in other arrays."""
     return QuantizedTensor(
-        codes, scale, dtype=q.dtype, scale_dtype=q.scale_dtype, shape=q.shape, block=q.block, _trusted=True
+        codes, scale, dtype=q.dtype, scale_dtype=q.scale_dtype, shape=q.shape, block=q.block, _trusted=True,
+        _scheme=q.scheme,
     )  # fmt: skip
 
 

@@ -191,7 +191,7 @@ def test_weights_of_each_scheme(rng: np.random.Generator, dtype: str) -> None:
     assert (whole.scheme, whole.block, whole.scale.shape) == ("FP8", (-1, -1), (1, 1))
     assert_same_bits(whole.codes, codes)
     assert_same_bits(whole.scale, scale)
-    assert cufp8.quantize(w, "FP8_DYNAMIC").scheme == "FP8A16"  # so it says: the tensor is the same
+    assert channels.scheme == cufp8.quantize(w, "FP8_DYNAMIC").to("cpu").scheme == "FP8_DYNAMIC"
 
 
 def test_one_scale_for_a_weight_of_many_parts(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +231,14 @@ def test_the_scheme_that_from_quantized_takes_by_itself(rng: np.random.Generator
     of = cufp8.Linear.from_quantized
     assert of(weight(rng, 3, 4, False), device="cpu").scheme == "FP8A16"
     assert of(weight(rng, 3, 4, True), device="cpu").scheme == "FP8"
+    w = floats(rng, (3, 4))
+    for scheme in ("FP8A16", "FP8_DYNAMIC", "FP8"):
+        assert of(cufp8.quantize(w, scheme), device="cpu").scheme == scheme
+    x = floats(rng, (2, 4))  # the same codes and scales: any of the two takes them
+    plain = of(cufp8.quantize(w, "FP8_DYNAMIC"), scheme="FP8A16", device="cpu")
+    assert_same_bits(plain(x), cufp8.Linear(w, device="cpu")(x))
+    dynamic = of(cufp8.quantize(w), scheme="FP8_DYNAMIC", device="cpu")
+    assert_same_bits(dynamic(x), cufp8.Linear(w, scheme="FP8_DYNAMIC", device="cpu")(x))
 
 
 def test_wrong_weights(rng: np.random.Generator) -> None:
