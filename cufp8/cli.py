@@ -1,4 +1,4 @@
-"""The command line: `cufp8 info`, `cufp8 demo`, `cufp8 bench`."""
+"""The command line: `cufp8 info`, `cufp8 demo`, `cufp8 bench`, `cufp8 inspect`, `cufp8 check`."""
 
 from __future__ import annotations
 
@@ -75,6 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw TB/s over M (.png, .svg, ...; needs matplotlib)")
     bench.set_defaults(run=_bench)
 
+    inspect = commands.add_parser("inspect", help="what a quantised checkpoint holds, and what serves it here")
+    check = commands.add_parser("check", help="look for what is wrong with a quantised checkpoint; 1 on an error")
+    for command, does in ((inspect, _inspect), (check, _check)):
+        command.add_argument(
+            "path", type=Path, metavar="PATH", help="safetensors file, folder, or folder of the hub's cache"
+        )
+        command.add_argument(
+            "--ignore", nargs="+", default=[], metavar="GLOB", help="modules to leave out, such as '*.lm_head'"
+        )
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+        command.set_defaults(run=does)
+
     args = parser.parse_args(argv)
     try:
         return args.run(args)
@@ -118,6 +130,19 @@ def _bench(args: argparse.Namespace) -> int:
     from cufp8.bench import command
 
     return command.run(args.shapes, args.m, dtype=args.dtype, torch=not args.no_torch, json=args.json, plot=args.plot)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from cufp8.checkpoint import load, show
+
+    with load(args.path, ignore=args.ignore) as checkpoint:
+        return show.inspect(checkpoint, json=args.json)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from cufp8.checkpoint import show
+
+    return show.check(args.path, ignore=args.ignore, json=args.json)
 
 
 def _count(text: str) -> int:

@@ -72,6 +72,11 @@ SCHEMES = {
     )
 }
 
+# Weights that checkpoints have beside those of SCHEMES: a scale for each 128 x 128 block. `quantize` makes none.
+BLOCKS = tuple(
+    Scheme("FP8A16", "float8_e4m3fn", scale_dtype, (128, 128)) for scale_dtype in ("float32", "float8_e8m0fnu")
+)
+
 # What quantised activations may be, and with them any operand of a product of two: a scale per tensor, token (row) or
 # group of neighbours. `quantize` does not know these. e4m3fn per token is laid out as FP8A16, which it is called where
 # it is a weight.

@@ -36,7 +36,8 @@ class Linear:
         "FP8A16": e4m3fn weights with a float32 scale per output channel, activations as they are.
         "FP8_DYNAMIC": the same weights; activations in e4m3fn too, with a scale per token, found in each call.
         "FP8": e4m3fn weights with one scale, activations in e4m3fn with one scale, `input_scale`.
-        On the CPU also "NVFP4A16", "MXFP4A16" and "MXFP8A16" (`quantize`).
+        On the CPU also "NVFP4A16", "MXFP4A16" and "MXFP8A16" (`quantize`); by `from_quantized` also FP8A16 with blocks
+        of 128 x 128.
     device
         "cpu", "cuda", "cuda:i". None: where the weights are if that is a GPU, else the current GPU, else "cpu".
     out_dtype
@@ -127,7 +128,8 @@ class Linear:
             )
         scheme = q.scheme if scheme is None else scheme_of(scheme).name
         row, made = SCHEMES[scheme], SCHEMES[q.scheme]
-        alike = (row.dtype, row.scale_dtype, row.block) == (made.dtype, made.scale_dtype, made.block)
+        same = (row.dtype, row.scale_dtype, row.block) == (made.dtype, made.scale_dtype, made.block)
+        alike = row is made or (same and q.block[0] < 2)
         if not (alike or (row.x_block and q.dtype == row.dtype and q._scaled_by_row)):
             raise ValueError(
                 f"Linear: the QuantizedTensor has {q.dtype} codes with {q.scale_dtype} scales of shape "
@@ -185,18 +187,19 @@ class Linear:
         self._index = q.codes.device.id
         self._current = cupy.cuda.runtime.getDevice
         self._target = runtime.target(self._index)
-        runtime.load(self._rows(), self._index)
+        runtime.load(self._rows(q), self._index)
         with cupy.cuda.Device(self._index):
             self._keep(q)
             self.bias = None if bias is None else cupy.asarray(bias)
             cupy.cuda.runtime.deviceSynchronize()  # from here on no stream needs to wait for the weights
 
-    def _rows(self) -> list[kernels.Kernel]:
+    def _rows(self, q: QuantizedTensor) -> list[kernels.Kernel]:
         """Rows of KERNELS that may serve the layer."""
-        if self.scheme != "FP8A16":
+        if self.scheme != "FP8A16" or q.block[0] > 1:
+            blocks = f" with {q.block[0]} x {q.block[1]} blocks" if q.block[0] > 1 else ""
             raise ValueError(
-                f"Linear: no kernel serves {self.scheme} on a GPU yet; allowed there are FP8A16, FP8_DYNAMIC and FP8. "
-                "On the CPU, with device='cpu', all schemes compute."
+                f"Linear: no kernel serves {self.scheme}{blocks} on a GPU yet; allowed there are FP8A16, FP8_DYNAMIC "
+                "and FP8, with a scale for each row or for all. On the CPU, with device='cpu', all schemes compute."
             )
         return [row for row in kernels.KERNELS if row.linear]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from cufp8 import interop, kernels, runtime
 from cufp8.block_scaled import E8M0_RULES, Wrong, quantize_blocks, tiles
-from cufp8.formats import ACTIVATIONS, FLOATS, FORMATS, SCALE_MIN, SCHEMES, Format, Scheme
+from cufp8.formats import ACTIVATIONS, BLOCKS, FLOATS, FORMATS, SCALE_MIN, SCHEMES, Format, Scheme
 from cufp8.formats import scheme as scheme_of
 
 _TILE = 1 << 20  # values handled at once on the host: 4 MiB as float32
@@ -28,11 +28,12 @@ class QuantizedTensor:
         uint8 (or the format's own dtype, one byte each): [N, K], or [N, ceil(K / 2)] where two 4-bit codes share a
         byte, the first in the low half.
     scale
-        One per block: [N, 1] (or [N]) for the block (1, K), [N, ceil(K / 16)] for (1, 16), and so on, [1, 1] (or [1],
-        or []) for (-1, -1); float32, or uint8 codes of scale_dtype.
+        One per block: [N, 1] (or [N]) for the block (1, K), [N, ceil(K / 16)] for (1, 16), and so on,
+        [ceil(N / 128), ceil(K / 128)] for (128, 128), [1, 1] (or [1], or []) for (-1, -1); float32, or uint8 codes of
+        scale_dtype.
     dtype, scale_dtype, block
-        As a row of formats.SCHEMES or formats.ACTIVATIONS has them together: ml_dtypes names, and the rows and columns
-        that share a scale; (1, K) may be written (1, -1), and (-1, -1) is the whole matrix.
+        As a row of formats.SCHEMES, formats.BLOCKS or formats.ACTIVATIONS has them together: ml_dtypes names, and the
+        rows and columns that share a scale; (1, K) may be written (1, -1), and (-1, -1) is the whole matrix.
     shape
         (N, K).
     global_scale
@@ -90,17 +91,19 @@ class QuantizedTensor:
         elif scale.dtype != np.float32:
             raise TypeError(f"QuantizedTensor: scale is {scale.dtype}; needed is float32.")
         whole = scheme.block[0] == -1
-        wanted = (1 if whole else n, -(-k // size))
-        flat = () if wanted[1] > 1 else ((), (1,)) if whole else ((n,),)
+        wanted = (1 if whole else -(-n // scheme.block[0]), -(-k // size))
+        flat = () if wanted[1] > 1 or scheme.block[0] > 1 else ((), (1,)) if whole else ((n,),)
         if tuple(scale.shape) not in (wanted, *flat):
             each = "tensor" if whole else "row" if size == k else f"{size} values of a row"
+            if scheme.block[0] > 1:
+                each = f"block of {scheme.block[0]} rows and {size} columns"
             raise ValueError(
                 f"QuantizedTensor: scale has shape {list(scale.shape)}; needed is {list(wanted)}, a scale per {each}."
             )
         self.codes, self.scale = codes, scale.reshape(wanted)
         self.dtype, self.scale_dtype, self.activations = dtype, scale_dtype, activations
         self.scheme = _scheme or scheme.name
-        self.shape, self.block = shape, scheme.block if whole else (1, size)
+        self.shape, self.block = shape, scheme.block if whole else (scheme.block[0], size)
         self.global_scale = self._global(global_scale, scheme)
         if interop.on_host(codes) != interop.on_host(scale):
             raise ValueError("QuantizedTensor: codes and scale lie on different devices; move one of them.")
@@ -201,7 +204,7 @@ class QuantizedTensor:
 
         One float32 scale a row, or for all: code * scale in float32, rounded again to a 16-bit dtype. Block scales: the
         exact product of code, scale and global scale; other dtypes than float64 get it by way of float32. On a GPU the
-        host computes all but FP8A16 and FP8_DYNAMIC.
+        host computes all but FP8A16 and FP8_DYNAMIC with a scale a row.
 
         Raises
         ------
@@ -211,7 +214,7 @@ class QuantizedTensor:
         if dtype not in _WEIGHTS:
             raise ValueError(f"dequantize: dtype is {dtype!r}; allowed are {', '.join(_WEIGHTS)}.")
         if not interop.on_host(self.codes):
-            if self.scheme in SCHEMES and _by_channel(SCHEMES[self.scheme]):
+            if self.scheme in SCHEMES and _by_channel(SCHEMES[self.scheme]) and self._scaled_by_row:
                 return _dequantize_gpu(self, dtype)
             import cupy
 
@@ -232,7 +235,7 @@ class QuantizedTensor:
     @property
     def _scaled_by_row(self) -> bool:
         """Whether a row has one scale, of float32: its own, or that of the whole matrix."""
-        return self.scale_dtype == "float32" and self.scale.shape[1] == 1
+        return self.scale_dtype == "float32" and self.block[0] < 2 and self.scale.shape[1] == 1
 
     def widened(self, r: slice, c: slice) -> np.ndarray:
         """code * block scale of some rows and columns, on the host and without a rounding.
@@ -251,7 +254,8 @@ class QuantizedTensor:
         if self._scaled_by_row:
             return values
         size = self.block[1]
-        scale = self.scale[r, c.start // size : -(-c.stop // size)]
+        scale = self.scale[r if self.block[0] == 1 else np.arange(r.start, r.stop) // self.block[0]]
+        scale = scale[:, c.start // size : -(-c.stop // size)]
         if self.scale_dtype == "float32":
             values = values.astype(np.float64)
         elif self.scale_dtype == "float8_e8m0fnu" and (scale.max() > 246 or scale.min() < 3):
@@ -365,7 +369,8 @@ def _quantized(codes: Any, scale: Any, row: Scheme, shape: Any, global_scale: An
 def _scheme_like(dtype: str, scale_dtype: str, block: tuple[int, ...], k: int, activations: bool) -> Scheme:
     """The scheme with these dtypes and this block; where weights and activations have one, that of what it is."""
     weights = tuple(SCHEMES.values())
-    same = [s for s in (ACTIVATIONS + weights if activations else weights + ACTIVATIONS) if s.dtype == dtype]
+    rows = ACTIVATIONS + weights if activations else weights + BLOCKS + ACTIVATIONS
+    same = [s for s in rows if s.dtype == dtype]
     for s in same:
         if s.scale_dtype == scale_dtype and (block == s.block or (s.block == (1, -1) and block == (1, k))):
             return s

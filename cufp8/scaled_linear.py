@@ -72,7 +72,7 @@ class ScaledLinear(Linear):
 
     # --- the weight ---------------------------------------------------------------------------------------
 
-    def _rows(self) -> list[kernels.Kernel]:
+    def _rows(self, q: QuantizedTensor) -> list[kernels.Kernel]:
         name = SCALED_FORMATS[_E4M3, _E4M3]
         products = [row for row in kernels.KERNELS if row.takes is ScaledProblem and row.name.endswith(name)]
         return [runtime.row("activations"), *products]

@@ -453,3 +453,63 @@ def test_linear_on_a_gpu_is_refused(scheme: str) -> None:
     ):
         with pytest.raises(ValueError, match=f"no kernel serves {scheme}"):
             make()
+
+
+# 128 x 128 blocks, which only checkpoints have
+
+
+def blocked(
+    n: int, k: int, scale_dtype: str, rng: np.random.Generator, **options: Any
+) -> tuple[cufp8.QuantizedTensor, np.ndarray]:
+    """Random codes and scales, and their values in float64."""
+    codes = rng.integers(0, 0x7F, (n, k), np.uint8) | rng.integers(0, 2, (n, k), np.uint8) << 7
+    shape = -(-n // 128), -(-k // 128)
+    if scale_dtype == "float32":
+        scale = rng.uniform(1e-3, 1, shape).astype(np.float32)
+        wide = scale.astype(np.float64)
+    else:
+        scale = rng.integers(0, 255, shape, np.uint8)
+        wide = np.ldexp(1.0, scale.astype(np.int64) - 127)
+    q = cufp8.QuantizedTensor(
+        codes, scale, dtype="float8_e4m3fn", scale_dtype=scale_dtype, shape=(n, k), block=(128, 128), **options
+    )
+    return q, reference.VALUES[codes] * wide[np.arange(n)[:, None] // 128, np.arange(k) // 128]
+
+
+@pytest.mark.parametrize("scale_dtype", ["float32", "float8_e8m0fnu"])
+@pytest.mark.parametrize(
+    "n, k", [(1, 1), (128, 128), (129, 127), (300, 128), (257, 300), (9, 4544), (3, 1 << 20)], ids=str
+)
+def test_blocks_of_rows_and_columns(n: int, k: int, scale_dtype: str, rng: np.random.Generator) -> None:
+    q, values = blocked(n, k, scale_dtype, rng)
+    assert (q.scheme, q.block, q.nbytes) == ("FP8A16", (128, 128), n * k + q.scale.nbytes)
+    np.testing.assert_array_equal(q.dequantize("float64"), values)
+    with np.errstate(over="ignore", under="ignore"):
+        np.testing.assert_array_equal(q.dequantize(), values.astype(np.float32))
+    if scale_dtype == "float32":
+        x = rng.standard_normal((2, k)).astype(np.float32)
+        y, ref = cufp8.Linear.from_quantized(q, device="cpu")(x), x.astype(np.float64) @ values.T
+        assert (
+            np.abs(y - ref) <= 2.0**-24 * np.abs(ref) + 1e-6 * (np.abs(x).astype(np.float64) @ np.abs(values).T)
+        ).all()
+
+
+def test_blocks_of_rows_and_columns_that_do_not_fit(rng: np.random.Generator) -> None:
+    make = dict(dtype="float8_e4m3fn", scale_dtype="float32", shape=(200, 100), block=(128, 128))
+    codes = np.zeros((200, 100), np.uint8)
+    for scale in (np.ones((200, 1), np.float32), np.ones(2, np.float32), np.ones((1, 2), np.float32)):
+        with pytest.raises(ValueError, match=r"needed is \[2, 1\], a scale per block of 128 rows and 128 columns"):
+            cufp8.QuantizedTensor(codes, scale, **make)
+    with pytest.raises(ValueError, match="are no scheme"):
+        cufp8.QuantizedTensor(codes, np.ones((2, 1), np.float32), **make, activations=True)
+    with pytest.raises(ValueError, match="are no scheme"):
+        cufp8.QuantizedTensor(codes, np.ones((4, 2), np.float32), **{**make, "block": (64, 64)})
+
+
+@pytest.mark.gpu
+def test_blocks_of_rows_and_columns_on_a_gpu(rng: np.random.Generator) -> None:
+    q, _ = blocked(200, 300, "float32", rng)
+    on_gpu = q.to("cuda")
+    np.testing.assert_array_equal(on_gpu.dequantize().get(), q.dequantize())
+    with pytest.raises(ValueError, match="no kernel serves FP8A16 with 128 x 128 blocks on a GPU yet"):
+        cufp8.Linear.from_quantized(q, device="cuda")

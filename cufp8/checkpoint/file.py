@@ -75,7 +75,17 @@ _brief.maxlong = 80
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as it stands; the message names the file, the tensor and what is allowed."""
+    """A checkpoint that cannot be read as it stands; the message names the file, the tensor and what is allowed.
+
+    Attributes
+    ----------
+    tensor : str
+        The name of the tensor that is wrong or missing; empty where the message alone says what is.
+    what : str
+        The message without file and tensor, where there is a tensor.
+    """
+
+    tensor = what = ""
 
 
 def _fail(file: Path, what: str, tensor: str | None = None) -> NoReturn:

@@ -1,0 +1,322 @@
+"""Every family of quantised checkpoints: loaded, dequantised, multiplied; and every way in which a scale goes wrong."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import checkpoint_files as files
+import numpy as np
+import pytest
+
+import cufp8
+from cufp8.checkpoint import CheckpointError, check
+from cufp8.checkpoint.families import FAMILIES, ROLES
+
+MADE = files.families()
+NAMES = sorted(MADE)
+
+
+def load(folder: Path, made: files.Made, **options: Any) -> cufp8.Checkpoint:
+    return cufp8.load(files.write(folder, made), device="cpu", **options)
+
+
+def errors(folder: Path) -> str:
+    """The texts of the errors that `check` finds, one a line."""
+    return "\n".join(str(f) for f in check.check(folder) if f.severity == "error")
+
+
+def findings(folder: Path, made: files.Made) -> list[check.Finding]:
+    return list(check.check(files.write(folder, made)))
+
+
+def multiply(layer: cufp8.Linear, values: np.ndarray, bias: np.ndarray | None, rng: np.random.Generator) -> None:
+    """Compare a layer with float64 on what the file means."""
+    n, k = values.shape
+    x = rng.standard_normal((5, k)).astype(np.float32)
+    y, wide = layer(x), x.astype(np.float64)
+    ref, size = wide @ values.T, np.abs(wide) @ np.abs(values).T
+    if bias is not None:
+        ref, size = ref + bias, size + np.abs(bias)
+    assert y.dtype == np.float32 and (np.abs(y - ref) <= 2.0**-24 * np.abs(ref) + k * 2.0**-24 * size).all()
+    if bias is None:
+        np.testing.assert_array_equal(layer(np.eye(k, dtype=np.float32)).T, values.astype(np.float32))
+
+
+# What a file means
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_family_means_what_its_definition_says(tmp_path: Path, name: str, rng: np.random.Generator) -> None:
+    made = MADE[name]
+    checkpoint = load(tmp_path, made)
+    assert set(checkpoint) == set(made.values)
+    for i, (module, values) in enumerate(made.values.items()):
+        entry = checkpoint[module]
+        assert (entry.family, entry.shape, entry.declared) == (made.family, values.shape, made.declared)
+        assert entry.weight.scheme == entry.scheme and entry.weight.device == "cpu"
+        np.testing.assert_array_equal(entry.dequantize(), values.astype(np.float32))
+        bias = np.arange(files.N) / 64 + (i * files.N / 64 if len(made.values) > 1 else 0)
+        multiply(entry.linear(), values, files.cut(bias), rng)
+        multiply(cufp8.Linear.from_quantized(entry.weight, device="cpu"), values, None, rng)
+    assert list(checkpoint.arrays) == [files.OTHER]
+    assert (checkpoint.arrays[files.OTHER] == 1).all()
+    with pytest.raises(KeyError):
+        checkpoint.arrays[next(iter(made.tensors))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_alone_mean_the_same(tmp_path: Path, name: str) -> None:
+    """Without a config, and with that of another family: only the family's name may differ."""
+    made = MADE[name]
+    for i, config in enumerate((None, {"quant_method": "unheard-of"}, MADE["modelopt_nvfp4"].config)):
+        checkpoint = load(tmp_path / str(i), replace(made, config=config, modelopt=None))
+        for module, values in made.values.items():
+            np.testing.assert_array_equal(checkpoint[module].dequantize(), values.astype(np.float32))
+
+
+def test_rows_with_the_same_tensors_mean_the_same() -> None:
+    meanings: dict[Any, Any] = {}
+    for f in FAMILIES:
+        for key in ((f.codes, c, f.scale, s, f.global_scale) for c in f.codes_dtypes for s in f.scale_dtypes):
+            meaning = f.dtype, f.scale_dtype, f.divides, f.stacked
+            assert meanings.setdefault(key, meaning) == meaning
+    assert {f.name for f in FAMILIES} == {made.family for made in MADE.values()}  # every row has a file
+    assert all(f.source and f.suffixes.keys() <= ROLES.keys() for f in FAMILIES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_declared_activations(tmp_path: Path, rng: np.random.Generator, name: str) -> None:
+    made = MADE[name]
+    entry = next(iter(load(tmp_path, made).values()))
+    if made.declared.endswith("A16"):
+        assert entry.linear(activations="declared").scheme == made.declared == entry.scheme
+        return
+    if made.declared in ("FP8_DYNAMIC", "FP8") and name != "fbgemm_fp8":  # which has a bound of its scales
+        layer = entry.linear(activations="declared")
+        assert layer.scheme == made.declared and layer.device == "cpu"
+        x = rng.standard_normal((5, layer.shape[1])).astype(np.float32)
+        if made.declared == "FP8":
+            assert layer.input_scale == pytest.approx(0.05, rel=4e-3)  # as checkpoint_files has it, some in bfloat16
+            q = cufp8.quantize_activations(x, block=(-1, -1), scale=layer.input_scale)
+        else:
+            q = cufp8.quantize_activations(x)
+        bias = None if entry.bias is None else entry.bias.astype(np.float32)
+        np.testing.assert_array_equal(layer(x), cufp8.scaled_mm(q, entry.weight, bias=bias, out_dtype="float32"))
+        return
+    with pytest.raises(ValueError, match=f"is made for {made.declared}, .* no layer .* yet; .*'16bit'.*{entry.scheme}"):
+        entry.linear(activations="declared")
+    with pytest.raises(ValueError, match="activations is 'fp8'; allowed are '16bit' and 'declared'"):
+        entry.linear(activations="fp8")
+
+
+# Folders
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_and_scales_in_different_shards(tmp_path: Path, name: str) -> None:
+    made = MADE[name]
+    checkpoint = cufp8.load(files.write(tmp_path, made, shards=3), device="cpu")
+    entry = next(iter(checkpoint.values()))
+    assert len({t.file for t in entry.tensors.values()}) > 1
+    for module, values in made.values.items():
+        np.testing.assert_array_equal(checkpoint[module].dequantize(), values.astype(np.float32))
+
+
+def test_a_file_an_index_and_the_hubs_cache(tmp_path: Path) -> None:
+    made = MADE["ct_nvfp4"]
+    hub = tmp_path / "models--a--b"
+    snapshot, blobs = hub / "snapshots" / "abc", files.write(hub / "blobs", made, shards=2)
+    snapshot.mkdir(parents=True)
+    for blob in blobs.iterdir():
+        os.symlink(f"../../blobs/{blob.name}", snapshot / blob.name)
+    single = files.write(tmp_path / "single", made)
+    for path in (hub, snapshot, snapshot / "model.safetensors.index.json", single / "model.safetensors"):
+        checkpoint = cufp8.load(path, device="cpu")
+        assert checkpoint.config.method == "compressed-tensors"
+        np.testing.assert_array_equal(checkpoint[files.LAYER].dequantize(), made.values[files.LAYER].astype(np.float32))
+
+
+def test_ignored_modules_are_plain_arrays(tmp_path: Path) -> None:
+    checkpoint = load(tmp_path, MADE["modelopt_fp8"], ignore=("*.down_proj", "x"))
+    assert len(checkpoint) == 0 and set(checkpoint.arrays) == set(MADE["modelopt_fp8"].tensors)
+    with pytest.raises(TypeError, match="ignore is the string"):
+        cufp8.load(tmp_path, ignore="*")
+
+
+def test_nothing_is_mapped_before_it_is_asked_for_and_views_outlive_the_files(tmp_path: Path) -> None:
+    made = MADE["ct_fp8_block"]
+    with load(tmp_path, made) as checkpoint:
+        entry = checkpoint[files.LAYER]
+        assert entry.shape and entry.family and entry.nbytes and repr(entry) and repr(checkpoint)
+        assert all(t._shard._bytes is None for t in entry.tensors.values())
+        weight = entry.weight
+        assert not weight.codes.flags.owndata and not weight.codes.flags.writeable
+    np.testing.assert_array_equal(weight.dequantize(), made.values[files.LAYER].astype(np.float32))
+    with pytest.raises(CheckpointError, match="closed"):
+        entry.weight  # noqa: B018
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 100_000], ids=["cut", "list", "bytes", "deep"])
+def test_a_config_that_is_none(tmp_path: Path, content: bytes) -> None:
+    folder = files.write(tmp_path, MADE["modelopt_fp8"])
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="config.json: "):
+        cufp8.load(folder)
+
+
+@pytest.mark.parametrize("value", [None, 1, "x", [], [1], {"a": 1}], ids=repr)
+def test_a_config_of_other_types_is_survived(tmp_path: Path, value: Any) -> None:
+    made = MADE["ct_fp8_block"]
+    keys = ("quant_method", "ignore", "weight_block_size", "config_groups", "quant_algo", "quantized_layers")
+    for i, config in enumerate([value, dict.fromkeys(keys, value), {**made.config, "config_groups": {"g": value}}]):
+        for method in ("modelopt", "compressed-tensors", "fp8"):
+            said = {**config, "quant_method": method} if isinstance(config, dict) else config
+            checkpoint = load(tmp_path / f"{i}{method}", replace(made, config=said))
+            entry = checkpoint[files.LAYER]
+            assert entry.declared and entry.dequantize().shape == (files.N, files.K)
+            assert list(check.check(checkpoint.files.path)) is not None
+
+
+def test_random_files_are_read_or_refused(tmp_path: Path) -> None:
+    """Tensors of another dtype, of another shape, missing, or of another family: an error that names one, no crash."""
+    rng = np.random.default_rng(6)
+    small = files.families(files.weight(40, 64))
+    pool = [(n.rpartition(".")[2], t) for made in small.values() for n, t in made.tensors.items()]
+    bits = {"F4": 4, "BF16": 16, "F32": 32, "I64": 64, "F6_E2M3": 6, "C64": 64}
+    dtypes = [*bits, "U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ"]
+    read = refused = 0
+    for case in range(200):
+        made = small[NAMES[case % len(NAMES)]]
+        tensors = dict(made.tensors)
+        name = list(tensors)[rng.integers(len(tensors))]
+        dtype, shape, data = tensors[name]
+        kind = rng.integers(4)
+        if kind == 0:
+            dtype = dtypes[rng.integers(len(dtypes))]
+            shape = (len(data) * 8 // bits.get(dtype, 8),)
+            data = data[: shape[0] * bits.get(dtype, 8) // 8]
+            shape = shape if len(data) * 8 == shape[0] * bits.get(dtype, 8) else (0,)
+            tensors[name] = dtype, shape, data if shape[0] else b""
+        elif kind == 1:
+            tensors[name] = dtype, [(0, 3), (*shape, 1), (1, *shape)][rng.integers(3)], data
+            if 0 in tensors[name][1]:
+                tensors[name] = *tensors[name][:2], b""
+        elif kind == 2:
+            del tensors[name]
+        else:
+            leaf, other = pool[rng.integers(len(pool))]
+            tensors[f"{next(iter(made.values))}.{leaf}"] = other
+        folder = files.write(tmp_path / str(case), replace(made, tensors=tensors))
+        found = list(check.check(folder))
+        for entry in cufp8.load(folder, device="cpu").values():
+            try:
+                assert entry.linear().weight.shape == entry.shape
+                read += 1
+            except CheckpointError as error:
+                assert any(f.severity == "error" for f in found) and "model.safetensors" in str(error)
+                refused += 1
+    assert read > 40 and refused > 40
+
+
+def test_readme_names_every_family() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    for family in FAMILIES:
+        assert f"| {family.name} |" in readme
+        assert all(f"`{s[1:]}`" in readme for s in (family.codes, family.scale, family.global_scale) if s)
+
+
+# Each scale tensor deleted, or corrupted, in turn
+
+
+def damaged(tensor: files.Tensor, inputs: bool) -> dict[str, files.Tensor]:
+    """A tensor in every way in which it may be wrong."""
+    dtype, shape, data = tensor
+    size = {"F32": 4, "BF16": 2}.get(dtype, 1)
+    last = len(data) // size - 1
+    bad = {
+        "F32": {
+            "NaN": np.float32(np.nan),
+            "Inf": np.float32(np.inf),
+            "zero": np.float32(0),
+            "negative": np.float32(-1),
+        },
+        "BF16": {
+            "NaN": np.uint16(0x7FC0),
+            "Inf": np.uint16(0xFF80),
+            "zero": np.uint16(0),
+            "negative": np.uint16(0xBF80),
+        },
+        "F8_E4M3": {"NaN": np.uint8(0x7F), "-NaN": np.uint8(0xFF), "negative": np.uint8(0x81)},
+        "U8": {"NaN": np.uint8(0xFF)},
+        "F8_E8M0": {"NaN": np.uint8(0xFF)},
+    }[dtype]
+    found = {}
+    for kind, value in bad.items():
+        raw = value.tobytes()
+        assert len(raw) == size
+        found[kind] = (dtype, shape, data[: last * size] + raw)
+    if not inputs:
+        other = "I32" if len(data) % 4 == 0 else "I8"
+        found["dtype"] = (other, (len(data) // (4 if other == "I32" else 1),), data)
+        found["shape"] = (dtype, (last + 1, 1, 1), data)
+        found["size"] = (dtype, (last + 2,), data + data[-size:])
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_scale_tensor_deleted(tmp_path: Path, name: str) -> None:
+    made = MADE[name]
+    assert made.scales
+    for i, scale in enumerate(made.scales):
+        checkpoint = load(tmp_path / str(i), made.without(scale))
+        module = next(iter(made.values))
+        if scale in made.inputs:  # the weight means the same without it
+            assert checkpoint[module].dequantize().shape
+            if made.declared in ("FP8", "NVFP4") and made.config is not None:
+                with pytest.raises(CheckpointError, match=f"{made.declared} needs {scale}, which is missing"):
+                    checkpoint[module].linear(activations="declared")
+                assert scale in errors(tmp_path / str(i))
+            continue
+        for use in ("weight", "dequantize", "linear", "family", "bias"):
+            with pytest.raises(CheckpointError, match="is missing") as caught:
+                getattr(checkpoint[module], use)()
+            assert scale in str(caught.value) and "ignore=" in str(caught.value)
+        assert scale in errors(tmp_path / str(i))
+        assert "cannot be read" in repr(checkpoint[module])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_scale_tensor_corrupted(tmp_path: Path, name: str) -> None:
+    made = MADE[name]
+    for i, scale in enumerate(made.scales):
+        inputs = scale in made.inputs
+        for kind, tensor in damaged(made.tensors[scale], inputs).items():
+            folder = tmp_path / f"{i}{kind}"
+            checkpoint = load(folder, made.with_tensor(scale, tensor))
+            assert scale in errors(folder), kind
+            if not inputs:
+                with pytest.raises(CheckpointError) as caught:
+                    checkpoint[list(made.values)[-1]].weight  # noqa: B018
+                assert scale in str(caught.value), kind
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_deleted_or_corrupted(tmp_path: Path, name: str) -> None:
+    made = MADE[name]
+    codes = next(n for n in made.tensors if n.endswith(("weight", "weight_packed", "blocks")))
+    dtype, shape, data = made.tensors[codes]
+    load(tmp_path / "deleted", made.without(codes))
+    assert codes in errors(tmp_path / "deleted")
+    load(tmp_path / "shape", made.with_tensor(codes, (dtype, (2 * shape[0], shape[1], *shape[2:]), data * 2)))
+    assert "has shape" in errors(tmp_path / "shape") or "bias: is BF16 [200]; needed is" in errors(tmp_path / "shape")
+    load(tmp_path / "dtype", made.with_tensor(codes, ("BF16", (len(data) // 2,), data)))
+    assert codes in errors(tmp_path / "dtype")
+    if dtype == "F8_E4M3":
+        checkpoint = load(tmp_path / "NaN", made.with_tensor(codes, (dtype, shape, data[:700] + b"\xff" + data[701:])))
+        row, column = divmod(700, shape[1])
+        with pytest.raises(CheckpointError, match=rf"1 of {len(data)} codes are NaN, the first at \[{row}, {column}\]"):
+            next(iter(checkpoint.values())).weight  # noqa: B018
+        assert f"[{row}, {column}]" in errors(tmp_path / "NaN") and codes in errors(tmp_path / "NaN")
