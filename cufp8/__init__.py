@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from cufp8.activations import quantize_activations, rms_norm_quantize, silu_mul_quantize
 from cufp8.block_scaled import from_128x4, pack_fp4, to_128x4, unpack_fp4
-from cufp8.linear import Linear
+from cufp8.linear import Linear, fuse
 from cufp8.matmul import scaled_mm
 from cufp8.quantize import ErrorReport, QuantizedTensor, error_report, quantize
 from cufp8.scaled_linear import calibrate
@@ -23,6 +23,7 @@ __all__ = [
     "calibrate",
     "error_report",
     "from_128x4",
+    "fuse",
     "load",
     "pack_fp4",
     "quantize",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -546,6 +546,88 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
         return np.shares_memory(a, b, max_work=100_000)
     except np.exceptions.TooHardError:
         return True
+
+
+def fuse(layers: Iterable[Linear]) -> Linear:
+    """One layer with the outputs of several that take the same x, side by side: q, k and v, or gate and up.
+
+    Codes and scales stay as they are, a scale for all of a weight as one for each of its rows: what the fused layer
+    computes is what the layers compute, but for the order in which a kernel adds.
+
+    Parameters
+    ----------
+    layers
+        `Linear` [N_i, K], one at least, alike in all but the weight, its scales, N_i and the bias; where some have a
+        bias it is 0 for the others. With blocks of several rows, N_i is a multiple of those for all but the last.
+
+    Returns
+    -------
+    Linear
+        [sum of N_i, K], with codes and scales of its own.
+
+    Raises
+    ------
+    TypeError
+        If something among `layers` is no Linear.
+    ValueError
+        If there is none; if two differ in K, scheme, blocks, device, out_dtype, pdl, batch_invariant, fast_accum or
+        input_scale; or if the rows of a weight do not fill its blocks.
+    """
+    parts = list(layers)
+    for i, layer in enumerate(parts):
+        if not isinstance(layer, Linear):
+            raise TypeError(f"fuse: layer {i} is a {type(layer).__name__}; needed are Linears.")
+    if not parts:
+        raise ValueError("fuse: there is no layer; needed is one at least.")
+    weights = [layer.weight for layer in parts]
+    first, q = parts[0], weights[0]
+    for i, (layer, w) in enumerate(zip(parts, weights, strict=True)):
+        for name in ("scheme", "device", "out_dtype", "pdl", "batch_invariant", "fast_accum", "input_scale"):
+            if getattr(layer, name) != getattr(first, name):
+                raise ValueError(
+                    f"fuse: layer {i} has {name} {getattr(layer, name)!r} and the first {getattr(first, name)!r}; "
+                    "needed is the same."
+                )
+        if layer.shape[1] != first.shape[1] or (w.block[0] > 1) != (q.block[0] > 1):
+            raise ValueError(
+                f"fuse: layer {i} is {list(layer.shape)} with blocks {w.block}, the first {list(first.shape)} with "
+                f"{q.block}; needed are the same K and blocks."
+            )
+        if w.block[0] > 1 and layer is not parts[-1] and layer.shape[0] % w.block[0]:
+            raise ValueError(
+                f"fuse: layer {i} has {layer.shape[0]} rows; all but the last need a multiple of {w.block[0]}, for so "
+                "many rows share a scale."
+            )
+    if q.device == "cpu":
+        xp: Any = np
+    else:
+        import cupy as xp
+
+        xp.cuda.runtime.deviceSynchronize()
+
+    def by_row(a: Any, w: QuantizedTensor) -> Any:
+        return xp.broadcast_to(a, (w.shape[0], *a.shape[1:])) if len(a) == 1 != w.shape[0] else a
+
+    scales = [w.scale if w.block[0] > 1 else by_row(w.scale, w) for w in weights]
+    biases = [None if layer.bias is None else interop.to_host(layer.bias) for layer in parts]
+    bias = None
+    if any(b is not None for b in biases):
+        zeros = [np.zeros(layer.shape[0], np.float32) for layer in parts]
+        bias = np.concatenate([z if b is None else b for b, z in zip(biases, zeros, strict=True)])
+    joined = QuantizedTensor(
+        xp.concatenate([w.codes for w in weights]),
+        xp.concatenate(scales),
+        dtype=q.dtype,
+        scale_dtype=q.scale_dtype,
+        shape=(sum(layer.shape[0] for layer in parts), first.shape[1]),
+        block=(1, -1) if q.block[0] == -1 else q.block,
+        global_scale=None if q.global_scale is None else xp.concatenate([by_row(w.global_scale, w) for w in weights]),
+        _trusted=True,
+    )
+    return Linear.from_quantized(
+        joined, bias, scheme=first.scheme, device=first.device, out_dtype=first.out_dtype, pdl=first.pdl,
+        batch_invariant=first.batch_invariant, input_scale=first.input_scale, fast_accum=first.fast_accum,
+    )  # fmt: skip
 
 
 def _place(device: str | None, weights: Any) -> str:
