@@ -597,9 +597,7 @@ def _scaled_rows() -> list[Kernel]:
             Kernel(
                 f"scaled_few_{name}",
                 "scaled_few.cu",
-                # PREFETCH: rings of b that are brought to L2 before the kernel before this one is done. us on an H200,
-                # without / with one, M = 16: 14336x4096 18.0 / 18.5, 4096x14336 18.4 / 18.8.
-                defines=(*defines, ("PREFETCH", 0), ("HALVES_64", _FEW_CHANNELS[64] // 128)),
+                defines=(*defines, ("HALVES_64", _FEW_CHANNELS[64] // 128)),
                 entries=lambda arch: tuple(f"scaled_few_{t}" for t in _FEW_CHANNELS) if arch.wgmma else (),
                 serves=partial(_few_serves, formats),
                 plan=_few_plan,

@@ -1,6 +1,6 @@
 """What all tests share: the `gpu` and `sanitize` marks, fresh seeds, poisoned outputs.
 
-CUFP8_REQUIRE_GPU=1   a test marked `gpu` fails without a usable GPU, instead of being skipped
+CUFP8_REQUIRE_GPU=1   a test marked `gpu` fails instead of being skipped, but for kernels of other architectures
 CUFP8_SANITIZE=1      CuPy allocates each array by itself, so that compute-sanitizer sees its ends
 CUFP8_TEST_SEED=n     repeats the random inputs of a run
 """
@@ -17,6 +17,7 @@ import hypothesis
 import numpy as np
 import pytest
 
+OTHER_ARCH = "this GPU has no "  # kernel: the only reason to skip a test where a GPU is required
 SKIPPED_FOR_GPU = "needs a GPU: "
 GUARD_BYTES = 256  # beside each poisoned output; keeps its alignment
 
@@ -54,6 +55,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if _flag("CUFP8_REQUIRE_GPU"):
         pytest.fail(f"CUFP8_REQUIRE_GPU is set, but no GPU is used: {why}", pytrace=False)
     pytest.skip(f"{SKIPPED_FOR_GPU}{why}")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = (yield).get_result()
+    if _flag("CUFP8_REQUIRE_GPU") and item.get_closest_marker("gpu") is not None:
+        fail_if_skipped(report)
+
+
+def fail_if_skipped(report: pytest.TestReport) -> None:
+    """Where a GPU is required, only kernels of other architectures may be left out: not a torch without CUDA, say."""
+    why = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else None
+    if why is not None and OTHER_ARCH not in why:
+        report.outcome, report.longrepr = "failed", f"CUFP8_REQUIRE_GPU is set, but the test was skipped: {why}"
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -309,6 +309,12 @@ def rows_here() -> tuple[str, ...]:
     return ROWS if kernels.arch_of(runtime.target().arch).wgmma else ROWS[:1]
 
 
+def need(name: str | None) -> None:
+    """Skip the test where the GPU has no kernel of that name."""
+    if name is not None and name not in rows_here():
+        pytest.skip("this GPU has no such kernel")
+
+
 def placed(values: np.ndarray, pitch: int = 0, offset: int = 0) -> Any:
     """The array on the GPU as a view of a larger one, which is full of NaN codes: rows `pitch` bytes further apart."""
     import cupy
@@ -343,8 +349,7 @@ def aligned(k: int) -> int:
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("fast", [False, True])
 def test_sizes(rng: np.random.Generator, poison: Any, name: str, fast: bool) -> None:
-    if name not in rows_here():
-        pytest.skip("this GPU has no such kernel")
+    need(name)
     shapes = {s for s in itertools.product(SIZES, repeat=3) if s[0] * s[1] * s[2] < 2**30 and sum(s) % 17 == 0}
     shapes |= {(s, 129, 65) for s in SIZES} | {(65, s, 129) for s in SIZES} | {(129, 65, s) for s in SIZES}
     for i, (m, n, k) in enumerate(sorted(shapes)):
@@ -366,8 +371,7 @@ def test_out_in_wider_rows(rng: np.random.Generator, name: str, out_dtype: str) 
     """Rows start on 16 bytes and end anywhere: what is beside them stays."""
     import cupy
 
-    if name not in rows_here():
-        pytest.skip("this GPU has no such kernel")
+    need(name)
     for m, n in itertools.product((1, 70, 300), (1, 17, 30, 40, 129, 260)):
         c = case(rng, m, n, 144)
         a, b = c.tensors(cupy.asarray)
@@ -385,8 +389,7 @@ def test_out_in_wider_rows(rng: np.random.Generator, name: str, out_dtype: str) 
 def test_dtypes_and_scalings(
     rng: np.random.Generator, poison: Any, name: str | None, out_dtype: str, dtypes: tuple[str, str]
 ) -> None:
-    if name and name not in rows_here():
-        pytest.skip("this GPU has no such kernel")
+    need(name)
     for by_row, bias, fast in itertools.product(SCALINGS, (False, True), (False, True)):
         c = case(rng, 150, 328, 400, dtypes, by_row, bias)
         with served_by(name):
@@ -396,8 +399,7 @@ def test_dtypes_and_scalings(
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", kernels._FEW_CHANNELS)
 def test_tiles_and_splits_of_few_tokens(rng: np.random.Generator, poison: Any, tokens: int) -> None:
-    if "scaled_few" not in rows_here():
-        pytest.skip("this GPU has no such kernel")
+    need("scaled_few")
     widest = kernels._FEW_CHANNELS[tokens]
     for tile, split, m in itertools.product((16, 112, widest - 16, widest), (1, 2, 4, 8), (tokens, 2 * tokens + 3)):
         c = case(rng, m, 600, 1040)
@@ -444,8 +446,7 @@ def test_views_in_any_order(rng: np.random.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*ROWS, None])
 def test_nan_poisons_its_own_row(rng: np.random.Generator, poison: Any, name: str | None) -> None:
-    if name and name not in rows_here():
-        pytest.skip("this GPU has no such kernel")
+    need(name)
     for dtypes, m in itertools.product(PAIRS, (9, 200)):
         c = case(rng, m, 136, 304, dtypes)
         c.a[m - 2, 303] = c.a[3, 0] = NAN
@@ -465,8 +466,7 @@ def test_nan_poisons_its_own_row(rng: np.random.Generator, poison: Any, name: st
 def test_outputs_of_any_pitch(rng: np.random.Generator, name: str) -> None:
     import cupy
 
-    if name not in rows_here():
-        pytest.skip("this GPU has no such kernel")
+    need(name)
     for m, (n, pitch, offset), out_dtype in itertools.product(
         (3, 300), ((128, 144, 8), (120, 129, 1), (257, 257, 0), (64, 200, 3)), FLOATS
     ):
@@ -579,8 +579,7 @@ def test_relative_errors(rng: np.random.Generator, m: int) -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", ROWS)
 def test_some_ways_for_the_sanitizer(rng: np.random.Generator, poison: Any, name: str) -> None:
-    if name not in rows_here():
-        pytest.skip("this GPU has no such kernel")
+    need(name)
     for m, n, k in ((5, 40, 80), (130, 264, 272)):
         for out_dtype, fast in (("bfloat16", True), ("float32", False)):
             c = case(rng, m, n, k)
