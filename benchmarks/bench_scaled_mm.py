@@ -34,7 +34,7 @@ PROBLEMS = MANY + [(m, n, k) for n, k in FEW_SHAPES for m in FEW_ROWS]
 SCHEMES = ["tensor-fast", "row-fast", "row-full"]
 QUICK = [MANY[0], (16, 14336, 4096), (256, 14336, 4096)]
 RIVAL = TORCH["bfloat16"]
-LARGEST_ERROR = 3e-2  # a sum of 13 bits behind the point over a long k
+LARGEST_ERROR = 0.1  # sums of 13 bits behind the point: torch._scaled_mm's come to 0.065
 
 
 def quantized(codes: Any, scale: Any) -> cufp8.QuantizedTensor:

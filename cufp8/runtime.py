@@ -10,6 +10,7 @@ from __future__ import annotations
 # tempfile and concurrent.futures come in where a kernel is compiled or loaded: `import cufp8` is quicker.
 import ctypes
 import hashlib
+import itertools
 import os
 import re
 import struct
@@ -558,7 +559,8 @@ def capturing(stream: int) -> bool:
     return status.value != 0
 
 
-_kept: dict[int, Any] = {}  # what graphs write or read, until they are gone
+_kept: dict[int, Any] = {}  # what graphs write or read, until they are gone; a key for each graph that does
+_keys = itertools.count(1)
 _released: list[int] = []
 
 
@@ -587,7 +589,7 @@ def keep_for_capture(stream: int, kept: Any) -> None:
         ),
         "asking for the captured graph",
     )
-    key = id(kept)
+    key = next(_keys)
     holder = ctypes.c_void_p()
     no_destructor_sync = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, the only flag there is
     _check(

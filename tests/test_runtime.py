@@ -28,7 +28,7 @@ import pytest
 
 import cufp8
 from cufp8 import kernels, runtime
-from cufp8.kernels import KERNELS, ROWS, Kernel, Launch
+from cufp8.kernels import COPY_THREADS, KERNELS, ROWS, STREAM_THREADS, Kernel, Launch
 
 SMALL = ROWS["stream"]  # the row that compiles fastest
 
@@ -926,6 +926,17 @@ def test_an_object_is_kept_while_a_graph_lives(driver: ctypes.CDLL) -> None:
     assert not runtime._kept
 
 
+def test_an_object_is_kept_until_the_last_of_its_graphs_is_gone(driver: ctypes.CDLL) -> None:
+    kept = object()
+    ctypes.c_int.in_dll(driver, "capturing").value = 1
+    runtime.keep_for_capture(0x77, kept)
+    runtime.keep_for_capture(0x77, kept)
+    ctypes.c_int.in_dll(driver, "capturing").value = 0
+    driver.graph_is_gone()  # the second one
+    runtime.keep_for_capture(0x77, None)
+    assert list(runtime._kept.values()) == [kept]
+
+
 def test_capturing_is_asked_of_the_stream(driver: ctypes.CDLL) -> None:
     for state in (0, 1, 2):  # none, active, invalidated
         ctypes.c_int.in_dll(driver, "capturing").value = state
@@ -1056,11 +1067,11 @@ def test_the_copy_kernel_copies() -> None:
     for words, blocks in ((1, 1), (2048, 1), (2049, 2), (10_000, 3)):
         source = cupy.asarray(np.random.default_rng(words).integers(0, 2**32, words * 4, np.uint32))
         target = cupy.zeros_like(source)
-        launcher = runtime.Launcher(SMALL, Launch("stream_copy", (blocks, 1, 1), 512), 0)
+        launcher = runtime.Launcher(SMALL, Launch("stream_copy", (blocks, 1, 1), COPY_THREADS), 0)
         launcher(0, source.data.ptr, target.data.ptr, words, 0)
         np.testing.assert_array_equal(target.get(), source.get())
-        seen = cupy.zeros((blocks, 512), cupy.uint32)
-        launcher = runtime.Launcher(SMALL, Launch("stream_read", (blocks, 1, 1), 512), 0)
+        seen = cupy.zeros((blocks, STREAM_THREADS), cupy.uint32)
+        launcher = runtime.Launcher(SMALL, Launch("stream_read", (blocks, 1, 1), STREAM_THREADS), 0)
         launcher(0, source.data.ptr, seen.data.ptr, words, 1)
         assert np.bitwise_xor.reduce(seen.get(), axis=None) == np.bitwise_xor.reduce(source.get())
 
