@@ -124,9 +124,9 @@ LINEAR_ARGS = struct.Struct("@PPPPPqqiiiiiiiiixxxx")
 # the same, then a tile's units, how many tiles have one more, ways, where sums lie, early, and the tensor map of x
 TENSOR_MAP_BYTES = 128
 TILE_ARGS = struct.Struct(f"{LINEAR_ARGS.format}iiiii12x{TENSOR_MAP_BYTES}s")
-# a b, scale a b, bias y, strides of a b y, then m n k out, scales' steps of a b, aligned mapped weights, stages split,
-# tile sums early, and the tensor maps of a b y
-SCALED_ARGS = struct.Struct("@PPPPPPqqqiiiiiiiiiiiiii" + f"{TENSOR_MAP_BYTES}s" * 3)
+# a b, scale a b, bias y workspace, strides of a b y, then m n k out, scales' steps of a b, aligned mapped weights,
+# stages split, tile sums early shared paired, and the tensor maps of a b y
+SCALED_ARGS = struct.Struct("@PPPPPPPqqqiiiiiiiiiiiiiiii48x" + f"{TENSOR_MAP_BYTES}s" * 3)
 QUANTIZE_ARGS = struct.Struct("@PPPPqqqq")  # w codes scale status, strides n k, pitch, k
 # x second residual sum codes scale given, strides and steps, then m k value eps 1/k found mode e5m2
 ACTIVATION_ARGS = struct.Struct("@PPPPPPPqqqqqqqiifffiii")
@@ -183,6 +183,8 @@ class Launch:
     fields: tuple[int, ...] = ()  # of the argument block after those of LINEAR_ARGS
     box: int = 0  # rows of x that a copy by a tensor map brings; 0: the kernel takes no map
     boxes: tuple[int, int, int] = (0, 0, 0)  # rows of a, b and y, of a kernel of scaled.cuh
+    paired: bool = False  # clusters of two blocks that share a, of scaled_few.cu
+    workspace: int = 0  # bytes on the GPU that its blocks need to give each other sums
 
 
 def _serves_nothing(target: Target, problem: Any) -> bool:
@@ -474,14 +476,25 @@ SCALED_STEP = 128  # of k: bytes of a row that a stage has
 SCALED_TILE = 256  # tokens and channels of a cluster in scaled_wgmma.cu
 _SCALED_STAGE = 3 * 128 * SCALED_STEP
 WGMMA_TAIL_BYTES = 2 * (2 * 64 * 128 + 64 * 8)
-# Tokens of a block -> its channels at most; blocks, of this launch and the next, that divide a multiprocessor.
-_FEW_CHANNELS = {8: 128, 16: 128, 32: 128, 64: 256, 128: 256, 256: 128}
-_FEW_FITTING = {8: 2, 16: 2, 32: 2, 64: 1, 128: 1, 256: 1}
-_FEW_PROMOTED = 128  # to so many tokens every 128 of k is added in float32
+FLAG_BYTES = 4096  # of the workspace of scaled_wgmma.cu, before the sums
+# Entries of scaled_few.cu: tokens of a block, its channels at most, whether sums stay in the tensor cores' registers ->
+# blocks, of this launch and the next, whose registers fit a multiprocessor.
+_FEW = {
+    (8, 128, False): 2,
+    (16, 128, False): 2,
+    (32, 128, False): 2,
+    (64, 128, False): 2,
+    (64, 256, False): 1,
+    (128, 128, False): 1,
+    (128, 256, False): 1,
+    (128, 128, True): 2,
+    (256, 128, True): 1,
+}
 _FEW_OWN_SUMS = 32  # to so many tokens the sums have memory of their own
 
 # On an H200: ns of a stage of a block of scaled_wgmma.cu, then of a tile's begin and end.
 _SCALED_NS = {True: (783, 3040), False: (916, 2760)}
+_PARTS_NS = 4000  # more, for each cluster that a tile's steps are shared with
 # Of scaled_few.cu, ns on an H200: a stage of a block, what each product of 256 channels and 128 tokens adds to it, a
 # block's begin and end, and adding up the sums of a cluster. Assumed: bytes a ns that memory gives to all blocks, and
 # memory and L2 to one.
@@ -493,29 +506,42 @@ def _has_formats(formats: tuple[str, str], target: Target, p: ScaledProblem) -> 
     return (p.a_dtype, p.b_dtype) == formats
 
 
-def _scaled_wgmma_tiles(target: Target, p: ScaledProblem) -> tuple[int, int]:
-    """Tiles of clusters, and how many clusters take them."""
-    tiles = _ceil(p.m, SCALED_TILE) * _ceil(p.n, SCALED_TILE)
-    return tiles, min(tiles, target.sms // 2)
+def _scaled_wgmma_tiles(target: Target, p: ScaledProblem) -> int:
+    return _ceil(p.m, SCALED_TILE) * _ceil(p.n, SCALED_TILE)
 
 
-def _scaled_wgmma_ns(target: Target, p: ScaledProblem) -> float:
-    tiles, clusters = _scaled_wgmma_tiles(target, p)
+@cache
+def _scaled_wgmma_choice(target: Target, p: ScaledProblem) -> tuple[float, int, int]:
+    """ns, clusters, and how many tiles they share the steps of."""
+    tiles, steps, room = _scaled_wgmma_tiles(target, p), _ceil(p.k, SCALED_STEP), target.sms // 2
     stage_ns, end_ns = _SCALED_NS[p.fast_accum]
-    return _ceil(tiles, clusters) * (_ceil(p.k, SCALED_STEP) * stage_ns + end_ns)
+    rounds = _ceil(tiles, room)
+    choices = [(rounds * (steps * stage_ns + end_ns), min(tiles, room), 0)]
+    clusters = min(room, tiles * steps // 8)
+    if clusters > tiles or (tiles > room and tiles % room):
+        whole = max(0, tiles // room - 1)  # rounds of whole tiles: of one round and what is left the steps are shared
+        shared = tiles - whole * room
+        ns = (whole * steps + _ceil(shared * steps, clusters)) * stage_ns + rounds * end_ns
+        choices.append((ns + _PARTS_NS * _ceil(clusters, shared), clusters, shared))
+    return min(choices)
 
 
 def _scaled_wgmma_serves(formats: tuple[str, str], target: Target, p: ScaledProblem) -> bool:
-    return _few_serves(formats, target, p) and _scaled_wgmma_ns(target, p) < _few_choice(target, p)[0]
+    return _few_serves(formats, target, p) and _scaled_wgmma_choice(target, p)[0] < _few_choice(target, p)[0]
+
+
+def scaled_wgmma_launch(target: Target, p: ScaledProblem, clusters: int, shared: int) -> Launch:
+    """The launch of scaled_wgmma.cu with so many clusters, which share the steps of the first `shared` tiles."""
+    stages = (target.smem_bytes - WGMMA_TAIL_BYTES) // (_SCALED_STAGE + 16)
+    return Launch(
+        f"scaled_wgmma_{'fast' if p.fast_accum else 'promoted'}", (2 * clusters, 1, 1), 384, 2, stages,
+        stages * (_SCALED_STAGE + 16) + WGMMA_TAIL_BYTES, (0, 0, 1, shared, 0), boxes=(128, 128, 64),
+        workspace=FLAG_BYTES + target.sms // 2 * SCALED_TILE**2 * 4 if shared else 0,
+    )  # fmt: skip
 
 
 def _scaled_wgmma_plan(target: Target, p: ScaledProblem) -> Launch:
-    blocks = 2 * _scaled_wgmma_tiles(target, p)[1]
-    stages = (target.smem_bytes - WGMMA_TAIL_BYTES) // (_SCALED_STAGE + 16)
-    return Launch(
-        f"scaled_wgmma_{'fast' if p.fast_accum else 'promoted'}", (blocks, 1, 1), 384, 2, stages,
-        stages * (_SCALED_STAGE + 16) + WGMMA_TAIL_BYTES, (0, 0, 1), boxes=(128, 128, 64),
-    )  # fmt: skip
+    return scaled_wgmma_launch(target, p, *_scaled_wgmma_choice(target, p)[1:])
 
 
 def _few_serves(formats: tuple[str, str], target: Target, p: ScaledProblem) -> bool:
@@ -524,13 +550,14 @@ def _few_serves(formats: tuple[str, str], target: Target, p: ScaledProblem) -> b
 
 
 @cache
-def _few_choice(target: Target, p: ScaledProblem) -> tuple[float, int, int, int]:
-    """ns, tokens and channels of a block, blocks of a cluster."""
+def _few_choice(target: Target, p: ScaledProblem) -> tuple[float, tuple[int, int, bool], int, int, int]:
+    """ns, entry, channels of a block, blocks of a cluster, and how many blocks divide a multiprocessor."""
     steps, choices = _ceil(p.k, SCALED_STEP), []
-    usable = [t for t in _FEW_CHANNELS if t <= _FEW_PROMOTED or p.fast_accum]
-    fits = next((t for t in usable if p.m <= t), usable[-1])
-    for tokens, (split, share) in itertools.product({fits, min(fits, _FEW_PROMOTED)}, _CLUSTERED.items()):
-        groups, widest = _ceil(p.m, tokens), _FEW_CHANNELS[tokens]
+    fits = next((t for t, *_ in _FEW if p.m <= t), 256)
+    usable = [shape for shape in _FEW if shape[0] in {fits, min(fits, 128)} and (p.fast_accum or not shape[2])]
+    for shape, (split, share) in itertools.product(usable, _CLUSTERED.items()):
+        tokens, widest, _ = shape
+        groups = _ceil(p.m, tokens)
         if split > 1 and steps < 4 * split:
             continue
         room = max(1, int(target.sms * share) // split)  # clusters at a time
@@ -543,27 +570,47 @@ def _few_choice(target: Target, p: ScaledProblem) -> tuple[float, int, int, int]
             _FEW_STAGE_NS + tile * tokens / (256 * 128) * _FEW_PRODUCT_NS,
         )
         ns = max(rounds * _ceil(steps, split) * stage, p.n * p.k / _MEMORY_RATE)
-        choices.append((ns + rounds * (_FEW_END_NS + _SUMS_NS * (split > 1)), tokens, tile, split))
+        choices.append((ns + rounds * (_FEW_END_NS + _SUMS_NS * (split > 1)), shape, tile, split, _FEW[shape]))
     return min(choices)
 
 
-def few_launch(target: Target, p: ScaledProblem, tokens: int, tile: int, split: int) -> Launch:
-    """The launch of scaled_few.cu with `tokens` and `tile` channels of a block, `split` blocks that share k."""
-    fitting, widest = _FEW_FITTING[tokens], _FEW_CHANNELS[tokens]
-    stage, sums = (tile + tokens) * SCALED_STEP, tokens * widest * 4
+def few_launch(
+    target: Target,
+    p: ScaledProblem,
+    shape: tuple[int, int, bool],
+    tile: int,
+    split: int,
+    per_sm: int,
+    paired: bool = False,
+) -> Launch:
+    """The launch of the entry of scaled_few.cu that _FEW has as `shape`.
+
+    `tile` channels of a block, `split` blocks that share k, `per_sm` blocks a multiprocessor, of this launch and the
+    next; paired: two blocks share the tokens, and k with none.
+    """
+    tokens, widest, fast = shape
+    stage, sums = (tile + tokens) * SCALED_STEP, tokens * widest * 4 if split > 1 else 0
     own_sums = sums if tokens <= _FEW_OWN_SUMS else 0  # else the ring makes room
-    room = target.smem_bytes // fitting - 1024 - own_sums  # the system's own share of a block
+    room = target.smem_bytes // per_sm - 1024 - own_sums  # the system's own share of a block
     # The last stage is read as if a tile were as wide as it may be.
     beyond = max(0, widest - tile - tokens) * SCALED_STEP
     stages = min((room - beyond) // (stage + 16), 16)
     ring = stages * (stage + 16)
     groups = _ceil(p.m, tokens)
-    x, (y, z) = _ceil(p.n, tile) * split, _token_groups(groups)
+    tiles = _ceil(p.n, tile)
+    x, (y, z) = (tiles + tiles % 2 if paired else tiles * split), _token_groups(groups)
+    threads = 384 if tokens == 256 or (tokens == 128 and not fast) else 320
     return Launch(
-        f"scaled_few_{tokens}", (x, y, z), 384 if tokens > 64 else 320, split, stages,
-        max(ring + own_sums + beyond, sums), (tile, ring if own_sums else 0, x * y * z <= target.sms * fitting),
-        boxes=(tokens, tile, 0),
+        _few_entry(shape), (x, y, z), threads, split, stages,
+        max(ring + own_sums + beyond, sums),
+        (tile, ring if own_sums else 0, x * y * z <= target.sms * per_sm, 0, paired),
+        boxes=(tokens // 2 if paired else tokens, tile, 0), paired=paired,
     )  # fmt: skip
+
+
+def _few_entry(shape: tuple[int, int, bool]) -> str:
+    tokens, channels, fast = shape
+    return f"scaled_few_{tokens}_{channels}{'_fast' if fast else ''}"
 
 
 def _few_plan(target: Target, p: ScaledProblem) -> Launch:
@@ -573,7 +620,7 @@ def _few_plan(target: Target, p: ScaledProblem) -> Launch:
 def _scaled_mma_plan(target: Target, p: ScaledProblem) -> Launch:
     tokens = 16 if p.m <= 32 else 128
     return Launch(
-        f"scaled_mma_sync_{tokens}", (_ceil(p.n, 128), *_token_groups(_ceil(p.m, tokens))), 256, fields=(0, 0, 1)
+        f"scaled_mma_sync_{tokens}", (_ceil(p.n, 128), *_token_groups(_ceil(p.m, tokens))), 256, fields=(0, 0, 1, 0, 0)
     )
 
 
@@ -587,7 +634,13 @@ def _scaled_rows() -> list[Kernel]:
                 f"scaled_wgmma_{name}",
                 "scaled_wgmma.cu",
                 # BAND: tiles of tokens worked on together; LEAD: steps that one warpgroup is ahead of the other.
-                defines=(*defines, ("BAND", 8), ("LEAD", 2), ("WGMMA_TAIL_BYTES", WGMMA_TAIL_BYTES)),
+                defines=(
+                    *defines,
+                    ("BAND", 8),
+                    ("LEAD", 2),
+                    ("WGMMA_TAIL_BYTES", WGMMA_TAIL_BYTES),
+                    ("WORKSPACE_FLAG_BYTES", FLAG_BYTES),
+                ),
                 entries=lambda arch: ("scaled_wgmma_fast", "scaled_wgmma_promoted") if arch.wgmma else (),
                 serves=partial(_scaled_wgmma_serves, formats),
                 plan=_scaled_wgmma_plan,
@@ -597,8 +650,8 @@ def _scaled_rows() -> list[Kernel]:
             Kernel(
                 f"scaled_few_{name}",
                 "scaled_few.cu",
-                defines=(*defines, ("HALVES_64", _FEW_CHANNELS[64] // 128)),
-                entries=lambda arch: tuple(f"scaled_few_{t}" for t in _FEW_CHANNELS) if arch.wgmma else (),
+                defines=defines,
+                entries=lambda arch: tuple(_few_entry(shape) for shape in _FEW) if arch.wgmma else (),
                 serves=partial(_few_serves, formats),
                 plan=_few_plan,
                 dynamic_smem=True,

@@ -135,8 +135,9 @@ def _queue(
             runtime.tensor_map(b_ptr, n, k, b_stride, launch.boxes[1], 1),
             runtime.tensor_map(y_ptr, m, n, y_stride, launch.boxes[2], size) if mapped else b"",
         )
+    workspace = launch.workspace and runtime.workspace(launcher.device, stream, launch.workspace)
     launcher(
-        stream, a_ptr, b_ptr, scale_a, scale_b, bias, y_ptr, a_stride, b_stride, y_stride,
+        stream, a_ptr, b_ptr, scale_a, scale_b, bias, y_ptr, workspace, a_stride, b_stride, y_stride,
         m, n, k, _OUT[out_dtype], step_a, step_b, aligned, mapped, weights, launch.stages, launch.split,
         *launch.fields, *maps,
     )  # fmt: skip

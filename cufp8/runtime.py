@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from cufp8.formats import FLOATS
 from cufp8.kernels import (
     ARCHS,
+    FLAG_BYTES,
     KERNELS,
     LINEAR_ARGS,
     ROWS,
@@ -432,8 +433,8 @@ class Launcher:
         self.row, self.launch, self.device = row, launch, device
         self.function = ctypes.c_void_p(function(row, launch.entry, device))
         self.attributes = [(_PROGRAMMATIC_LAUNCH, (1,))] if pdl else []
-        if launch.split > 1:
-            self.attributes.append((_CLUSTER, (launch.split, 1, 1)))
+        if launch.split > 1 or launch.paired:
+            self.attributes.append((_CLUSTER, (max(launch.split, 1 + launch.paired), 1, 1)))
         self.pack, self.fields = row.args.pack_into, bytes(row.args.size)
         self.cu_launch = _driver().cuLaunchKernelEx
         self.local = threading.local()
@@ -570,16 +571,11 @@ def _release(key: int | None) -> None:
     _released.append(key or 0)
 
 
-def keep_for_capture(stream: int, kept: Any) -> None:
-    """If the stream is being captured, keep an object for as long as the graph, or an executable of it, lives."""
-    while _released:
-        _kept.pop(_released.pop(), None)
-    if not capturing(stream):
-        return
-    driver = _driver()
+def _captured_graph(stream: int) -> tuple[int, ctypes.c_void_p]:
+    """The number of the capture that the stream is in and its graph; 0 outside of a capture."""
     status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     _check(
-        driver.cuStreamGetCaptureInfo_v2(
+        _driver().cuStreamGetCaptureInfo_v2(
             ctypes.c_void_p(stream),
             ctypes.byref(status),
             ctypes.byref(number),
@@ -589,6 +585,16 @@ def keep_for_capture(stream: int, kept: Any) -> None:
         ),
         "asking for the captured graph",
     )
+    return number.value if status.value else 0, graph
+
+
+def keep_for_capture(stream: int, kept: Any) -> None:
+    """If the stream is being captured, keep an object for as long as the graph, or an executable of it, lives."""
+    while _released:
+        _kept.pop(_released.pop(), None)
+    if not capturing(stream):
+        return
+    driver, (_, graph) = _driver(), _captured_graph(stream)
     key = next(_keys)
     holder = ctypes.c_void_p()
     no_destructor_sync = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, the only flag there is
@@ -599,6 +605,41 @@ def keep_for_capture(stream: int, kept: Any) -> None:
     move = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes our reference over
     _check(driver.cuGraphRetainUserObject(graph, holder, 1, move), "handing an array to the graph")
     _kept[key] = kept
+
+
+_workspaces: dict[tuple[int, int, bool], tuple[int, Any]] = {}  # GPU, stream, captured -> number of the capture, memory
+
+
+def workspace(device: int, ptr: int, size: int) -> int:
+    """Address of `size` bytes on the GPU for the launches on the stream of that address, which come one after another.
+
+    A captured graph has its own for each of its streams. The first FLAG_BYTES are zeros; who writes there leaves zeros.
+    """
+    number = _captured_graph(ptr)[0] if capturing(ptr) else 0
+    key = device, ptr, number > 0
+    found, memory = _workspaces.get(key, (0, None))
+    if memory is None or found != number or memory.nbytes < size:
+        import cupy
+
+        with stream(ptr), _allocations_allowed():
+            memory = cupy.empty(size, "uint8")
+            memory[:FLAG_BYTES].fill(0)
+        keep_for_capture(ptr, memory)
+        if len(_workspaces) >= 16:
+            del _workspaces[next(iter(_workspaces))]
+        _workspaces[key] = number, memory
+    return memory.data.ptr
+
+
+@contextmanager
+def _allocations_allowed() -> Iterator[None]:
+    """Within, this thread may ask the driver for memory while streams are being captured."""
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    _check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "changing the mode of captures")
+    try:
+        yield
+    finally:
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # now the mode that was before
 
 
 # --- report ----------------------------------------------------------------------------------------------

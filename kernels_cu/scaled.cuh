@@ -12,6 +12,7 @@ struct ScaledArgs {
     const uint8_t *a, *b;
     const float *scale_a, *scale_b, *bias;
     void *y;
+    void *workspace; // of a kernel whose blocks give each other sums: flags, zeros between launches, then the sums
     int64_t a_stride, b_stride, y_stride;
     int m, n, k;
     int out; // dtype of y, a ScaledOut
@@ -24,6 +25,8 @@ struct ScaledArgs {
     int tile;    // rows of b of a block
     int sums;    // where in shared memory the sums of a cluster lie
     int early;   // the next kernel may start with this one; else when the one before is done
+    int shared;  // the first so many tiles, whose steps along k are shared out
+    int paired;  // two blocks of a cluster share a
     alignas(64) uint8_t a_map[128], b_map[128], y_map[128];
 };
 static_assert(sizeof(ScaledArgs) == ARGS_BYTES, "ScaledArgs and kernels.SCALED_ARGS must agree");

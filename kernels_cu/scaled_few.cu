@@ -3,7 +3,7 @@
 // in float32, but with 256 tokens: there sums stay in the tensor cores' registers.
 // a and b codes by tensor maps, boxes of TOKENS and of `tile` rows and 128 of k, zeros past m, n, k; see scaled.cuh.
 // Grid: (tiles of `tile` channels, a multiple of 16 up to 128 * HALVES, x a cluster of blocks that share k, groups of
-// TOKENS). Block: 8 warps that multiply, one that copies b, one that copies a; from 128 tokens on two more, which give
+// TOKENS); or paired: clusters of two tiles, of which each block copies half of a to both. Block: 8 warps that multiply, one that copies b, one that copies a; from 128 tokens on two more, which give
 // their registers away.
 // Shared memory, dynamic: `stages` x {b [tile][128 bytes], a [TOKENS][128 bytes]}, the barriers; the sums, [blocks of a
 // cluster][8 * HALVES / blocks units][TOKENS / 8][32 lanes] float4, after them or, from 64 tokens on, in the ring's
@@ -41,27 +41,31 @@ __device__ __forceinline__ void store_fragment(const ScaledArgs &args, int token
     }
 }
 
-template <int TOKENS, int HALVES> __device__ __forceinline__ void scaled_few(const ScaledArgs &args) {
+template <int TOKENS, int HALVES, bool PROMOTED> __device__ __forceinline__ void scaled_few(const ScaledArgs &args) {
     constexpr int FRAGMENTS = TOKENS / 8, UNITS = MATH_WARPS * HALVES;
-    constexpr bool OWN_SUMS = TOKENS < 64, GIVES_REGISTERS = TOKENS > 64, PROMOTED = TOKENS <= 128;
+    constexpr bool OWN_SUMS = TOKENS < 64, GIVES_REGISTERS = TOKENS == 256 || (TOKENS == 128 && PROMOTED);
     extern __shared__ __align__(1024) uint8_t memory[];
 
     // Taken from lane 0: the compiler then knows that a whole warp goes one way.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int split = args.split, rank = split > 1 ? cluster_ctarank() : 0;
+    const int split = args.split, paired = args.paired, rank = split > 1 || paired ? cluster_ctarank() : 0;
     const int channel = blockIdx.x / split * args.tile;
     const int token = (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * TOKENS; // past m: nothing is stored
-    const int all = (args.k - 1) / K_STEP + 1, first = int64_t(all) * rank / split;
-    const int steps = int(int64_t(all) * (rank + 1) / split) - first;
+    const int all = (args.k - 1) / K_STEP + 1, part = paired ? 0 : rank;       // of k
+    const int first = int64_t(all) * part / split, steps = int(int64_t(all) * (part + 1) / split) - first;
     const int b_bytes = args.tile * 128, stage_bytes = b_bytes + TOKENS * 128;
     uint64_t *full = reinterpret_cast<uint64_t *>(memory + args.stages * stage_bytes), *empty = full + args.stages;
 
     if (threadIdx.x == 32 * MATH_WARPS) {
-        for (int i = 0; i < args.stages; ++i) mbarrier_init(full + i, 2), mbarrier_init(empty + i, MATH_WARPS);
+        for (int i = 0; i < args.stages; ++i)
+            mbarrier_init(full + i, 2), mbarrier_init(empty + i, MATH_WARPS << paired);
         fence_mbarrier_init();
         prefetch_tensormap(args.a_map), prefetch_tensormap(args.b_map);
     }
-    __syncthreads(); // the barriers are ready
+    if (paired)
+        cluster_sync(); // the barriers of both blocks are ready
+    else
+        __syncthreads(); // the barriers are ready
     // Early only where all blocks find room at once: a third kernel would else take that of some of this one's.
     if (args.early) let_next_start();
     if (OWN_SUMS && split > 1) cluster_arrive();
@@ -86,8 +90,12 @@ template <int TOKENS, int HALVES> __device__ __forceinline__ void scaled_few(con
             for (int step = 0; step < steps; ++step) {
                 mbarrier_wait(empty + at.slot, at.parity ^ 1); // all have read what the stage held
                 mbarrier_arrive_expect_tx(full + at.slot, TOKENS * 128);
-                cp_async_bulk_tensor(memory + at.slot * stage_bytes + b_bytes, args.a_map, (first + step) * K_STEP,
-                                     token, full + at.slot);
+                uint8_t *to = memory + at.slot * stage_bytes + b_bytes;
+                if (paired)
+                    cp_async_bulk_tensor_multicast(to + rank * (TOKENS / 2 * 128), args.a_map, (first + step) * K_STEP,
+                                                   token + rank * (TOKENS / 2), full + at.slot, 3);
+                else
+                    cp_async_bulk_tensor(to, args.a_map, (first + step) * K_STEP, token, full + at.slot);
                 at.advance(args.stages);
             }
         }
@@ -98,10 +106,19 @@ template <int TOKENS, int HALVES> __device__ __forceinline__ void scaled_few(con
             cluster_sync();
         }
         wait_for_previous();
+        if (paired) cluster_stay();
         return;
     }
 
     if constexpr (GIVES_REGISTERS) setmaxnreg_inc<232>();
+    // This warp has read a stage: whoever copies into it is told, in both blocks of a pair.
+    const auto release = [&](int slot) {
+        if (paired) {
+            if (lane < 2) mbarrier_arrive_cluster(empty + slot, lane);
+        } else if (lane == 0) {
+            mbarrier_arrive(empty + slot);
+        }
+    };
     wait_for_previous(); // before the first read of a scale and the first write of y
     float sum[HALVES][FRAGMENTS][4] = {};
     // Rows past a tile are whatever follows in shared memory: their sums go nowhere.
@@ -111,7 +128,7 @@ template <int TOKENS, int HALVES> __device__ __forceinline__ void scaled_few(con
         float part[FRAGMENTS][4] = {};
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
-            const uint64_t offset = at.slot * stage_bytes >> 4;
+            const uint64_t offset = __shfl_sync(0xffffffffu, at.slot * stage_bytes >> 4, 0);
             mbarrier_wait(full + at.slot, at.parity);
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {
@@ -123,7 +140,7 @@ template <int TOKENS, int HALVES> __device__ __forceinline__ void scaled_few(con
                 wgmma_commit();
                 wgmma_wait();
                 wgmma_written(part);
-                if (half == HALVES - 1 && lane == 0) mbarrier_arrive(empty + at.slot); // this warp has read the stage
+                if (half == HALVES - 1) release(at.slot);
 #pragma unroll
                 for (int i = 0; i < FRAGMENTS; ++i)
 #pragma unroll
@@ -135,15 +152,15 @@ template <int TOKENS, int HALVES> __device__ __forceinline__ void scaled_few(con
         int before = 0;
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
-            const uint64_t offset = at.slot * stage_bytes >> 4;
+            const uint64_t offset = __shfl_sync(0xffffffffu, at.slot * stage_bytes >> 4, 0);
             mbarrier_wait(full + at.slot, at.parity);
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < K_STEP / 32; ++j)
-                Fp8Wgmma<B, A, TOKENS>::m64k32(sum[0], b + offset + 2 * j, a + offset + 2 * j, 1);
+                Fp8Wgmma<B, A, TOKENS>::m64k32(sum[0], b + offset + 2 * j, a + offset + 2 * j, step | j);
             wgmma_commit();
             wgmma_wait_for_earlier();
-            if (step && lane == 0) mbarrier_arrive(empty + before); // this warp has read the stage
+            if (step) release(before);
             before = at.slot;
             at.advance(args.stages);
         }
@@ -151,16 +168,25 @@ template <int TOKENS, int HALVES> __device__ __forceinline__ void scaled_few(con
         wgmma_written(sum[0]);
     }
 
+    if (split == 1) {
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) {
+            const int unit = (warp / 4 * HALVES + half) * 4 + warp % 4, c = channel + unit * 16;
+            if (unit * 16 >= args.tile) continue;
+            const Channel channels[2] = {Channel(args, c + lane / 4), Channel(args, c + lane / 4 + 8)};
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS; ++i) store_fragment(args, token + 8 * i, c, sum[half][i], channels);
+        }
+        if (paired) cluster_stay(); // the other block copies into this one's memory, and arrives at its barriers
+        return;
+    }
+
     // Each block of the cluster adds up `own` of the units of 16 channels, in the order of the parts of k.
     const int own = UNITS / split;
     float4 *sums = reinterpret_cast<float4 *>(memory + (OWN_SUMS ? args.sums : 0)) + lane;
     // The other blocks have begun or, without memory of their own for sums, read all their stages.
-    if (split > 1) {
-        if (!OWN_SUMS) cluster_arrive();
-        cluster_wait();
-    } else if (!OWN_SUMS) {
-        bar_sync(1, 32 * MATH_WARPS);
-    }
+    if (!OWN_SUMS) cluster_arrive();
+    cluster_wait();
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
         const int unit = (warp / 4 * HALVES + half) * 4 + warp % 4;
@@ -168,10 +194,7 @@ template <int TOKENS, int HALVES> __device__ __forceinline__ void scaled_few(con
 #pragma unroll
         for (int i = 0; i < FRAGMENTS; ++i) st_shared_cluster(there + i * 512, sum[half][i]);
     }
-    if (split > 1)
-        cluster_sync(); // all parts of this block's units are here
-    else
-        bar_sync(1, 32 * MATH_WARPS); // of this block's own
+    cluster_sync(); // all parts of this block's units are here
 #pragma unroll 1
     for (int piece = warp; piece < own * FRAGMENTS; piece += MATH_WARPS) {
         const int c = channel + (rank * own + piece / FRAGMENTS) * 16;
@@ -186,14 +209,17 @@ template <int TOKENS, int HALVES> __device__ __forceinline__ void scaled_few(con
     }
 }
 
-#define ENTRY(TOKENS, HALVES, THREADS, BLOCKS)                                                                         \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
-        scaled_few_##TOKENS(const __grid_constant__ ScaledArgs args) {                                                 \
-        scaled_few<TOKENS, HALVES>(args);                                                                              \
+// The numbers in a name: tokens, channels at most.
+#define ENTRY(name, TOKENS, HALVES, PROMOTED, THREADS, BLOCKS)                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) name(const __grid_constant__ ScaledArgs args) {      \
+        scaled_few<TOKENS, HALVES, PROMOTED>(args);                                                                    \
     }
-ENTRY(8, 1, 320, 2)
-ENTRY(16, 1, 320, 2)
-ENTRY(32, 1, 320, 2)
-ENTRY(64, HALVES_64, 320, 3 - HALVES_64)
-ENTRY(128, 2, 384, 1)
-ENTRY(256, 1, 384, 1)
+ENTRY(scaled_few_8_128, 8, 1, true, 320, 2)
+ENTRY(scaled_few_16_128, 16, 1, true, 320, 2)
+ENTRY(scaled_few_32_128, 32, 1, true, 320, 2)
+ENTRY(scaled_few_64_128, 64, 1, true, 320, 2)
+ENTRY(scaled_few_64_256, 64, 2, true, 320, 1)
+ENTRY(scaled_few_128_128, 128, 1, true, 384, 1)
+ENTRY(scaled_few_128_256, 128, 2, true, 384, 1)
+ENTRY(scaled_few_128_128_fast, 128, 1, false, 320, 2)
+ENTRY(scaled_few_256_128_fast, 256, 1, false, 384, 1)

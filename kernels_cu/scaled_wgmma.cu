@@ -2,7 +2,8 @@
 // a and b codes by tensor maps, boxes of 128 rows and 128 of k, zeros past m, n, k; y by a map too, 64 rows and 128
 // bytes a box, where it has one; see scaled.cuh. A cluster of two blocks has tiles of 256 x 256, a block 128 tokens.
 // Sums stay in the tensor cores' registers (fast), or every 128 of k is added in float32 (promoted).
-// Grid: as many clusters as fit, each takes tile after tile, down a band of BAND tiles of tokens, then along n.
+// Grid: as many clusters as fit, each takes tile after tile, down a band of BAND tiles of tokens, then along n; where
+// the tiles do not fill them evenly they share the steps of the first ones.
 // Block: two warpgroups that multiply, 64 x 256 each, and one of which a thread copies.
 // Shared memory, dynamic: `stages` x {a box of a, two of b, of which each block of a cluster copies one to both}; two
 // pieces of y of 8 KiB, and scales and bias of their channels, a warpgroup; the barriers. Rows lie as wgmma.cuh wants.
@@ -14,6 +15,7 @@ constexpr int BOX = 128, BOX_BYTES = BOX * 128, STAGE_BYTES = 3 * BOX_BYTES, TIL
 constexpr int GROUPS = 2, GROUP = 128, THREADS = GROUP * (GROUPS + 1);
 constexpr int PIECE_ROWS = 64, PIECE_BYTES = PIECE_ROWS * 128, COLUMNS_BYTES = 64 * 8;
 constexpr int TAIL_BYTES = GROUPS * (2 * PIECE_BYTES + COLUMNS_BYTES); // after the ring
+constexpr int FLAG_BYTES = WORKSPACE_FLAG_BYTES;                       // of the workspace
 static_assert(TAIL_BYTES == WGMMA_TAIL_BYTES, "kernels.py has another size");
 constexpr int BOTH = 3; // blocks of a cluster, as bits
 
@@ -157,7 +159,7 @@ struct Fast {
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
             ring.wait();
-            const uint64_t offset = ring.at.slot * (STAGE_BYTES >> 4);
+            const uint64_t offset = __shfl_sync(0xffffffffu, ring.at.slot, 0) * (STAGE_BYTES >> 4);
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < 4; ++j)
@@ -174,52 +176,103 @@ struct Fast {
     }
 };
 
-// The same, every step of 128 added in float32, one half of the channels after the other. a comes into registers first:
-// so it is read from shared memory, whose bandwidth decides, once for both. While one warpgroup adds, the other one
-// multiplies.
+// The same, every step of 128 added in float32, one half of the channels after the other. While one warpgroup adds, the
+// other one multiplies.
 struct Promoted {
     static __device__ __forceinline__ void multiply(float (&sum)[32][4], Ring &ring, int group, int steps) {
-        const int lane = threadIdx.x % 32;
-        const uint64_t b = ring.descriptor() + (BOX_BYTES >> 4);
-        const uint32_t row = smem_address(ring.memory) +
-                             (group * 64 + threadIdx.x % GROUP / 32 * 16 + lane % 16) * 128 +
-                             ((lane / 16 ^ lane % 8) << 4);
-        uint4 a[4];
-        const auto load = [&] {
-            ring.wait();
-#pragma unroll
-            for (int j = 0; j < 4; ++j) a[j] = ldmatrix_x4(row + ring.at.slot * STAGE_BYTES ^ j << 5);
-        };
+        const uint64_t a = ring.descriptor() + (group * 64 * 128 >> 4), b = ring.descriptor() + (BOX_BYTES >> 4);
+        float part[16][4] = {};
 #pragma unroll
         for (int i = 0; i < 32; ++i)
 #pragma unroll
             for (int r = 0; r < 4; ++r) sum[i][r] = 0.0f;
-        float part[16][4] = {};
-        load();
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
-            const uint64_t offset = ring.at.slot * (STAGE_BYTES >> 4);
+            ring.wait();
+            // Taken from lane 0: descriptors then are sums of uniform registers.
+            const uint64_t offset = __shfl_sync(0xffffffffu, ring.at.slot, 0) * (STAGE_BYTES >> 4);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 wgmma_fence();
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    Fp8WgmmaOfRegisters<A, B>::m64n128k32(part, a[j], b + offset + (half * BOX_BYTES >> 4) + 2 * j, j);
+                    Fp8Wgmma<A, B, 128>::m64k32(part, a + offset + 2 * j, b + offset + (half * BOX_BYTES >> 4) + 2 * j,
+                                                j);
                 wgmma_commit();
                 wgmma_wait();
                 wgmma_written(part);
-                if (half) {
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) wgmma_read(a[j]);
-                    ring.release(ring.at.slot);
-                    ring.at.advance(ring.stages);
-                    if (step + 1 < steps) load();
-                }
+                if (half) ring.release(ring.at.slot);
 #pragma unroll
                 for (int i = 0; i < 16; ++i)
 #pragma unroll
                     for (int r = 0; r < 4; ++r) sum[half * 16 + i][r] += part[i][r];
             }
+            ring.at.advance(ring.stages);
+        }
+    }
+};
+
+// What a cluster multiplies, one after another. The steps along k of the first `shared` tiles are shared out evenly, a
+// cluster takes its share from the end; then come whole tiles. Of a tile that several share the one with its last steps
+// adds up the sums, its own first, then those of the clusters before it: each waits only for blocks that started earlier.
+struct Work {
+    int tile, first, steps; // the steps of a tile
+    int64_t begin, at;      // what is left of the share: steps of all shared tiles
+    int whole;
+
+    static __device__ __forceinline__ int64_t share(const ScaledArgs &args, int all, int cluster) {
+        return int64_t(args.shared) * all * cluster / (gridDim.x / 2);
+    }
+    __device__ __forceinline__ Work(const ScaledArgs &args, int all)
+        : begin(share(args, all, blockIdx.x / 2)), at(share(args, all, blockIdx.x / 2 + 1)),
+          whole(args.shared + blockIdx.x / 2) {}
+
+    __device__ __forceinline__ bool next(const ScaledArgs &args, int all) {
+        if (at > begin) {
+            tile = (at - 1) / all;
+            const int64_t start = int64_t(tile) * all, from = max(begin, start);
+            first = from - start, steps = at - from, at = from;
+            return true;
+        }
+        tile = whole, first = 0, steps = all, whole += gridDim.x / 2;
+        return tile < Tile::count(args);
+    }
+};
+
+// Where the sums of a tile's earlier steps lie in the workspace, and a flag that says so: of each cluster, block, and
+// warpgroup, [32 fragments][128 threads] float4.
+struct Parts {
+    uint8_t *workspace;
+    int place, thread; // of this warpgroup: 2 * block + warpgroup
+
+    __device__ __forceinline__ int at(int cluster) const { return cluster * 2 * GROUPS + place; }
+    __device__ __forceinline__ uint32_t *flag(int cluster) const {
+        return reinterpret_cast<uint32_t *>(workspace) + at(cluster);
+    }
+    __device__ __forceinline__ float4 *sums(int cluster) const {
+        return reinterpret_cast<float4 *>(workspace + FLAG_BYTES) + int64_t(at(cluster)) * 32 * GROUP + thread;
+    }
+
+    __device__ __forceinline__ void give(const float (&sum)[32][4], int cluster) const {
+#pragma unroll
+        for (int i = 0; i < 32; ++i)
+            __stcg(sums(cluster) + i * GROUP, make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]));
+        bar_sync(1 + place % GROUPS, GROUP); // all have written, which the flag tells with what it releases
+        if (thread == 0)
+            asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag(cluster)) : "memory");
+    }
+    __device__ __forceinline__ void take(float (&sum)[32][4], int cluster) const {
+        if (thread == 0) {
+            uint32_t there;
+            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(flag(cluster)) : "memory");
+            while (!there);
+            *flag(cluster) = 0; // for the next launch
+        }
+        bar_sync(1 + place % GROUPS, GROUP); // the sums are there
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            const float4 v = __ldcg(sums(cluster) + i * GROUP);
+            sum[i][0] += v.x, sum[i][1] += v.y, sum[i][2] += v.z, sum[i][3] += v.w;
         }
     }
 };
@@ -228,7 +281,7 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
     extern __shared__ __align__(1024) uint8_t memory[];
     // Taken from lane 0: the compiler then knows that a whole warp goes one way.
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / GROUP, 0), rank = cluster_ctarank();
-    const int tiles = Tile::count(args), steps = (args.k - 1) / 128 + 1, clusters = gridDim.x / 2;
+    const int all = (args.k - 1) / 128 + 1; // steps of a whole tile
     uint8_t *pieces = memory + args.stages * STAGE_BYTES;
     float2 *columns = reinterpret_cast<float2 *>(pieces + GROUPS * 2 * PIECE_BYTES);
     uint64_t *full = reinterpret_cast<uint64_t *>(pieces + TAIL_BYTES), *empty = full + args.stages;
@@ -239,9 +292,13 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
         prefetch_tensormap(args.a_map), prefetch_tensormap(args.b_map);
     }
     let_next_start();
-    if (threadIdx.x == GROUPS * GROUP)
-        for (int step = 0; step < min(steps, args.stages); ++step)
-            cp_async_bulk_prefetch_tensor(args.b_map, step * 128, Tile(args, blockIdx.x / 2).channel + rank * BOX);
+    if (threadIdx.x == GROUPS * GROUP) {
+        Work work(args, all);
+        if (work.next(args, all))
+            for (int step = 0; step < min(work.steps, args.stages); ++step)
+                cp_async_bulk_prefetch_tensor(args.b_map, (work.first + step) * 128,
+                                              Tile(args, work.tile).channel + rank * BOX);
+    }
     __syncwarp();
     cluster_sync(); // the barriers of both blocks are ready
     wait_for_previous();
@@ -250,9 +307,9 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
         setmaxnreg_dec<40>();
         if (threadIdx.x == GROUPS * GROUP) {
             Place at;
-            for (int index = blockIdx.x / 2; index < tiles; index += clusters) {
-                const Tile tile(args, index);
-                for (int step = 0; step < steps; ++step) {
+            for (Work work(args, all); work.next(args, all);) {
+                const Tile tile(args, work.tile);
+                for (int step = work.first; step < work.first + work.steps; ++step) {
                     uint8_t *stage = memory + at.slot * STAGE_BYTES;
                     mbarrier_wait(empty + at.slot, at.parity ^ 1); // both blocks have read what the stage held
                     mbarrier_arrive_expect_tx(full + at.slot, STAGE_BYTES);
@@ -268,15 +325,26 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
         const int thread = threadIdx.x % GROUP, warp = thread / 32, lane = thread % 32;
         Ring ring{memory, full, empty, args.stages, {}};
         Pieces mine{args, group, thread, pieces + group * 2 * PIECE_BYTES, columns + group * 64};
+        const Parts parts{static_cast<uint8_t *>(args.workspace), rank * GROUPS + group, thread};
+        const int cluster = blockIdx.x / 2;
         float sum[32][4] = {};
         // The second warpgroup begins later, and stays behind: one multiplies while the other one stores.
-        if (group == 1 && LEAD < args.stages && LEAD < steps) mbarrier_wait(full + LEAD, 0);
-        for (int index = blockIdx.x / 2; index < tiles; index += clusters) {
-            const Tile tile(args, index);
+        if (group == 1 && LEAD < args.stages && LEAD < all && !args.shared) mbarrier_wait(full + LEAD, 0);
+        for (Work work(args, all); work.next(args, all);) {
+            const Tile tile(args, work.tile);
             const int token = tile.token + rank * BOX + group * 64, row = token + warp * 16 + lane / 4;
             const float scale_a[2] = {token_scale(args, row), token_scale(args, row + 8)};
             const float column = mine.column(tile.channel);
-            Product::multiply(sum, ring, group, steps);
+            Product::multiply(sum, ring, group, work.steps);
+            if (work.first + work.steps < all) {
+                parts.give(sum, cluster);
+                continue;
+            }
+            for (int before = cluster; work.first > 0;) {
+                parts.take(sum, --before);
+                work.first -=
+                    int(min(Work::share(args, all, before + 1) - Work::share(args, all, before), int64_t(work.first)));
+            }
             mine.store_all(sum, token, tile.channel, scale_a, column);
         }
         if (thread == 0) cp_async_bulk_wait_read<0>(); // its memory is this block's until then

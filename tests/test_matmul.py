@@ -247,7 +247,7 @@ def test_every_problem_has_a_launch_within_the_limits(arch: str) -> None:
 def check_launch(target: Target, p: ScaledProblem, row: Kernel, launch: Launch) -> None:
     x, y, z = launch.grid
     assert 1 <= x < 2**31 and 1 <= y <= 65_535 and 1 <= z <= 65_535, (p, launch)
-    assert launch.smem_bytes <= target.smem_bytes and len(launch.fields) == 3, (p, launch)
+    assert launch.smem_bytes <= target.smem_bytes and len(launch.fields) == 5, (p, launch)
     if row.source == "scaled_mma_sync.cu":
         tokens = int(launch.entry.rsplit("_", 1)[1])
         assert x * 128 >= p.n > (x - 1) * 128 and y * z * tokens >= p.m > y * (z - 1) * tokens, (p, launch)
@@ -257,28 +257,34 @@ def check_launch(target: Target, p: ScaledProblem, row: Kernel, launch: Launch) 
     barriers = 16 * launch.stages
     if row.source == "scaled_wgmma.cu":
         assert launch.split == 2 and x % 2 == 0 and y == z == 1 and x <= target.sms, (p, launch)
-        assert x // 2 <= -(-p.m // 256) * -(-p.n // 256)  # each cluster has a tile
+        tiles, shared = -(-p.m // 256) * -(-p.n // 256), launch.fields[3]
+        # Each cluster has a tile or, where they share the steps of some, a step at least; none of these stands alone.
+        assert x // 2 <= tiles if shared == 0 else shared <= tiles and x // 2 <= shared * -(-p.k // 128), (p, launch)
+        assert launch.workspace == (0 if shared == 0 else kernels.FLAG_BYTES + target.sms // 2 * 256 * 256 * 4)
+        assert x // 2 * 4 * 4 <= kernels.FLAG_BYTES
         assert launch.stages >= 3 and launch.boxes == (128, 128, 64)
         assert launch.smem_bytes == launch.stages * 49_152 + barriers + kernels.WGMMA_TAIL_BYTES
         assert launch.entry.endswith("_fast") == p.fast_accum
         return
-    tokens, (tile, sums, early) = int(launch.entry.rsplit("_", 1)[1]), launch.fields
-    widest = kernels._FEW_CHANNELS[tokens]
-    assert tile % 16 == 0 and 16 <= tile <= widest and launch.boxes == (tokens, tile, 0), (p, launch)
+    shape = next(shape for shape in kernels._FEW if kernels._few_entry(shape) == launch.entry)
+    (tokens, widest, fast), (tile, sums, early, _, paired) = shape, launch.fields
+    assert tile % 16 == 0 and 16 <= tile <= widest and launch.boxes == (tokens >> paired, tile, 0), (p, launch)
     assert launch.split in (1, 2, 4, 8) and (launch.split == 1 or -(-p.k // 128) >= launch.split), (p, launch)
-    assert x == -(-p.n // tile) * launch.split and y * z * tokens >= p.m, (p, launch)
+    assert paired == launch.paired and (not paired or launch.split == 1)
+    assert x == -(-p.n // tile) * launch.split + (paired and -(-p.n // tile) % 2), (p, launch)
+    assert y * z * tokens >= p.m, (p, launch)
     assert 3 <= launch.stages <= 16, (p, launch)
     stage = (tile + tokens) * 128
-    ring, all_sums = launch.stages * stage + barriers, tokens * widest * 4
-    assert tokens <= 128 or p.fast_accum, (p, launch)
+    ring, all_sums = launch.stages * stage + barriers, tokens * widest * 4 if launch.split > 1 else 0
+    assert not fast or p.fast_accum, (p, launch)
     assert sums in (0, ring) and sums % 16 == 0 and launch.smem_bytes >= sums + all_sums, (p, launch)
     assert launch.smem_bytes >= (launch.stages - 1) * stage + widest * 128  # what wgmma reads of the last stage
-    assert (launch.smem_bytes + 1024) * kernels._FEW_FITTING[tokens] <= target.smem_bytes + 1024, (p, launch)
-    assert not early or x * y * z <= target.sms * kernels._FEW_FITTING[tokens]
+    assert (launch.smem_bytes + 1024) * kernels._FEW[shape] <= target.smem_bytes + 1024, (p, launch)
+    assert not early or x * y * z <= target.sms * kernels._FEW[shape]
 
 
 def test_the_block_of_arguments() -> None:
-    assert kernels.SCALED_ARGS.size == 128 + 3 * kernels.TENSOR_MAP_BYTES
+    assert kernels.SCALED_ARGS.size == 192 + 3 * kernels.TENSOR_MAP_BYTES
 
 
 # --- on the GPU -----------------------------------------------------------------------------------------------
@@ -397,18 +403,86 @@ def test_dtypes_and_scalings(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", kernels._FEW_CHANNELS)
-def test_tiles_and_splits_of_few_tokens(rng: np.random.Generator, poison: Any, tokens: int) -> None:
+@pytest.mark.parametrize("shape", kernels._FEW, ids=kernels._few_entry)
+def test_tiles_and_splits_of_few_tokens(rng: np.random.Generator, poison: Any, shape: tuple[int, int, bool]) -> None:
     need("scaled_few")
-    widest = kernels._FEW_CHANNELS[tokens]
+    tokens, widest, fast = shape
     for tile, split, m in itertools.product((16, 112, widest - 16, widest), (1, 2, 4, 8), (tokens, 2 * tokens + 3)):
         c = case(rng, m, 600, 1040)
-        with served_by("scaled_few", lambda t, p, of=(tokens, tile, split): kernels.few_launch(t, p, *of)):
-            y = multiply(c, poison)
-        try:
-            c.check(y, "bfloat16", acc_of(1040, tokens > 128))
-        except AssertionError as wrong:
-            raise AssertionError(f"tile {tile} split {split} m {m}: {wrong}") from None
+        for per_sm, paired in itertools.product({1, kernels._FEW[shape]}, {False, split == 1 and tokens >= 64}):
+            of = shape, tile, split, per_sm, paired
+            p = ScaledProblem(E4M3, E4M3, "bfloat16", m, 600, 1040, fast)
+            if kernels.few_launch(runtime.target(), p, *of).stages < 2:
+                continue
+            with served_by("scaled_few", lambda t, p, of=of: kernels.few_launch(t, p, *of)):
+                y = multiply(c, poison, fast=fast)
+            try:
+                c.check(y, "bfloat16", acc_of(1040, fast))
+            except AssertionError as wrong:
+                raise AssertionError(
+                    f"tile {tile} split {split} a multiprocessor {per_sm} paired {paired} m {m}: {wrong}"
+                ) from None
+
+
+# m, n, k, then clusters and the tiles whose steps they share
+SHARED = [
+    (256, 256, 1008, 8, 1), (300, 500, 1280, 3, 4), (300, 500, 1280, 7, 4), (300, 500, 1280, 40, 4),
+    (300, 1100, 640, 4, 6), (300, 1100, 640, 5, 10), (1, 2000, 384, 10, 8), (700, 700, 128, 5, 4),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True], ids=["full", "fast"])
+@pytest.mark.parametrize("of", SHARED, ids=str)
+def test_clusters_that_share_the_steps_of_a_tile(
+    rng: np.random.Generator, poison: Any, of: tuple[int, ...], fast: bool
+) -> None:
+    """Again and again on one stream: each launch leaves the flags as it found them."""
+    need("scaled_wgmma")
+    m, n, k, *plan = of
+    with served_by("scaled_wgmma", lambda t, p: kernels.scaled_wgmma_launch(t, p, *plan)):
+        for _ in range(3):
+            c = case(rng, m, n, k)
+            y = multiply(c, poison, fast=fast)
+            c.check(y, "bfloat16", acc_of(k, fast))
+            np.testing.assert_array_equal(multiply(c, poison, fast=fast).get().view(np.uint16), y.get().view(np.uint16))
+
+
+@pytest.mark.gpu
+def test_streams_and_graphs_have_a_workspace_each(rng: np.random.Generator) -> None:
+    """Launches on several streams, and in graphs, run at the same time and give one another no sums."""
+    import cupy
+
+    need("scaled_wgmma")
+    m, n, k = 256, 1024, 4096
+    cases = [case(rng, m, n, k) for _ in range(4)]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in cases]
+    with served_by("scaled_wgmma", lambda t, p: kernels.scaled_wgmma_launch(t, p, 16, 4)):
+        operands = [c.tensors(cupy.asarray) for c in cases]
+        want = [cufp8.scaled_mm(a, b) for a, b in operands]
+        got: list[Any] = []
+        graphs = []
+        cupy.cuda.runtime.deviceSynchronize()
+        for stream, (a, b) in zip(streams, operands, strict=True):
+            with stream:
+                got.append([cufp8.scaled_mm(a, b) for _ in range(8)])
+        cupy.cuda.runtime.deviceSynchronize()
+        for stream, (a, b) in zip(streams, operands, strict=True):
+            with stream:
+                stream.begin_capture()
+                y = [cufp8.scaled_mm(a, b) for _ in range(3)]
+                graphs.append((stream.end_capture(), y))
+        for _, y in graphs:
+            for z in y:
+                z.fill(np.nan)
+        cupy.cuda.runtime.deviceSynchronize()
+        for _ in range(3):
+            for stream, (graph, _) in zip(streams, graphs, strict=True):
+                graph.launch(stream)
+        cupy.cuda.runtime.deviceSynchronize()
+    for i, y in enumerate(want):
+        for z in (*got[i], *graphs[i][1]):
+            np.testing.assert_array_equal(z.get().view(np.uint16), y.get().view(np.uint16))
 
 
 @pytest.mark.gpu
