@@ -191,8 +191,6 @@ template <int TOKENS, int HALVES> __device__ __forceinline__ void scaled_few(con
         scaled_few_##TOKENS(const __grid_constant__ ScaledArgs args) {                                                 \
         scaled_few<TOKENS, HALVES>(args);                                                                              \
     }
-ENTRY(8, 1, 320, 2)
-ENTRY(16, 1, 320, 2)
 ENTRY(32, 1, 320, 2)
 ENTRY(64, HALVES_64, 320, 3 - HALVES_64)
 ENTRY(128, 2, 384, 1)
