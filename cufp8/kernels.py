@@ -465,7 +465,7 @@ def _split(steps: int, most: int) -> int:
     return next(s for s in (8, 4, 2, 1) if s <= most and (s == 1 or steps >= 4 * s))
 
 
-# --- scaled.cuh: scaled_wgmma.cu, scaled_few.cu, scaled_mma_sync.cu -----------------------------------------
+# --- scaled.cuh: scaled_async.cu, scaled_wgmma.cu, scaled_few.cu, scaled_mma_sync.cu ------------------------
 
 SCALED_FORMATS = {  # of a and b -> how rows and files call them
     ("float8_e4m3fn", "float8_e4m3fn"): "e4m3_e4m3",
@@ -480,8 +480,6 @@ FLAG_BYTES = 4096  # of the workspace of scaled_wgmma.cu, before the sums
 # Entries of scaled_few.cu: tokens of a block, its channels at most, whether sums stay in the tensor cores' registers ->
 # blocks, of this launch and the next, whose registers fit a multiprocessor.
 _FEW = {
-    (8, 128, False): 2,
-    (16, 128, False): 2,
     (32, 128, False): 2,
     (64, 128, False): 2,
     (64, 256, False): 1,
@@ -502,8 +500,54 @@ _FEW_STAGE_NS, _FEW_PRODUCT_NS, _FEW_END_NS, _SUMS_NS = 440, 830, 2000, 700
 _MEMORY_RATE, _BLOCK_RATE, _L2_RATE = 4400, 45, 65
 
 
+# Of scaled_async.cu: tokens, units of 16 channels of a block -> steps of k that a warp has on their way.
+_SCALED_ASYNC_SHAPES = {(8, 1): 2, (8, 2): 2, (16, 2): 2}
+_SCALED_ASYNC_WARPS = 16  # of a block at most
+
+
 def _has_formats(formats: tuple[str, str], target: Target, p: ScaledProblem) -> bool:
     return (p.a_dtype, p.b_dtype) == formats
+
+
+def _scaled_async_entries(arch: Arch) -> tuple[str, ...]:
+    if arch.cc < (8, 0):  # no cp.async
+        return ()
+    return tuple(f"scaled_async_{tokens}_{units}" for tokens, units in _SCALED_ASYNC_SHAPES)
+
+
+def _scaled_async_serves(formats: tuple[str, str], target: Target, p: ScaledProblem) -> bool:
+    most = max(tokens for tokens, _ in _SCALED_ASYNC_SHAPES)
+    fits = arch_of(target.arch).cc >= (8, 0) and p.aligned16 and p.m <= most
+    return fits and _has_formats(formats, target, p)
+
+
+def scaled_async_launch(
+    target: Target, p: ScaledProblem, units: int, warps: int, per_sm: int = 0, early: bool = True
+) -> Launch:
+    """The launch of scaled_async.cu with `units` and at most `warps` warps of a block.
+
+    `per_sm`: blocks of a multiprocessor at most, 0 for all that fit; `early`: whether the next kernel may start with
+    this one.
+    """
+    tokens = next(t for t, u in _SCALED_ASYNC_SHAPES if p.m <= t and u == units)
+    steps = _ceil(p.k, SCALED_STEP)
+    warp_bytes = _SCALED_ASYNC_SHAPES[tokens, units] * (units * UNIT + tokens) * SCALED_STEP
+    most = min(warps, _SCALED_ASYNC_WARPS, target.smem_bytes // warp_bytes)
+    warps = _ceil(steps, _ceil(steps, most))  # all with as many steps, or one fewer
+    smem_bytes = max(warps * warp_bytes, target.smem_bytes // (per_sm + 1) if per_sm else 0)
+    return Launch(
+        f"scaled_async_{tokens}_{units}", (_ceil(p.n, units * UNIT), 1, 1), 32 * warps, smem_bytes=smem_bytes,
+        fields=(units * UNIT, 0, early, 0, 0),
+    )  # fmt: skip
+
+
+def _scaled_async_plan(target: Target, p: ScaledProblem) -> Launch:
+    # Assumed, after what was measured of async_mma.cu: more warps where a multiprocessor has one block alone or k is
+    # long; two units, which share a's copies and conversions, where there are blocks enough.
+    all_units, steps = _ceil(p.n, UNIT), _ceil(p.k, SCALED_STEP)
+    units = 2 if p.m > 8 or all_units > 2 * target.sms else 1
+    alone = _ceil(all_units, units) <= target.sms
+    return scaled_async_launch(target, p, units, 16 if alone or (units == 1 and steps >= 112) else 8)
 
 
 def _scaled_wgmma_tiles(target: Target, p: ScaledProblem) -> int:
@@ -630,6 +674,16 @@ def _scaled_rows() -> list[Kernel]:
         defines = tuple((f"{x}_IS_E5M2", int(dtype == "float8_e5m2")) for x, dtype in zip("AB", formats, strict=True))
         common = {"args": SCALED_ARGS, "takes": ScaledProblem}
         rows += [
+            Kernel(
+                f"scaled_async_{name}",
+                "scaled_async.cu",
+                defines=(*defines, *((f"RING_{t}_{u}", ring) for (t, u), ring in _SCALED_ASYNC_SHAPES.items())),
+                entries=_scaled_async_entries,
+                serves=partial(_scaled_async_serves, formats),
+                plan=_scaled_async_plan,
+                dynamic_smem=True,
+                **common,
+            ),
             Kernel(
                 f"scaled_wgmma_{name}",
                 "scaled_wgmma.cu",

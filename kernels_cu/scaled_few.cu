@@ -214,8 +214,6 @@ template <int TOKENS, int HALVES, bool PROMOTED> __device__ __forceinline__ void
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) name(const __grid_constant__ ScaledArgs args) {      \
         scaled_few<TOKENS, HALVES, PROMOTED>(args);                                                                    \
     }
-ENTRY(scaled_few_8_128, 8, 1, true, 320, 2)
-ENTRY(scaled_few_16_128, 16, 1, true, 320, 2)
 ENTRY(scaled_few_32_128, 32, 1, true, 320, 2)
 ENTRY(scaled_few_64_128, 64, 1, true, 320, 2)
 ENTRY(scaled_few_64_256, 64, 2, true, 320, 1)

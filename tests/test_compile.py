@@ -316,8 +316,9 @@ def check_launches(row: Kernel, arch: str, found: dict[str, Entry]) -> None:
         if row.plan and row.entries(ARCHS[arch]) and row.takes is type(p) and row.serves(target, p):
             launch = row.plan(target, p)
             entry = found[launch.entry]
-            # async_mma has as many warps as k asks for.
-            assert entry.threads == launch.block or (row.name == "async_mma" and launch.block < entry.threads), launch
+            # These have as many warps as k asks for.
+            fewer = row.source in ("async_mma.cu", "scaled_async.cu") and launch.block < entry.threads
+            assert entry.threads == launch.block or fewer, launch
             assert entry.smem_bytes + launch.smem_bytes <= smem_bytes, launch
 
 
@@ -348,18 +349,22 @@ def check_instructions(row: str, arch: str, name: str, ptx: str) -> None:
     assert "L1::no_allocate" in ptx or "cp.async.bulk" in ptx or "cp.async.cg" in ptx, name
 
 
+A, B, SCALE_A, SCALE_B, SCALED_BIAS, SCALED_Y = range(0, 48, 8)  # offsets in the argument block of scaled.cuh
 A_MAP, B_MAP, Y_MAP = (SCALED_ARGS.size - i * TENSOR_MAP_BYTES for i in (3, 2, 1))
 
 
 def check_scaled(row: Kernel, arch: str, name: str, ptx: str) -> None:
-    """A kernel of scaled.cuh multiplies codes as they are where the arch can, and reads nothing before it waits."""
+    """A kernel of scaled.cuh multiplies codes as they are where the arch can, and reads at most b before it waits."""
     types = row.name.split("_")[-2:]
-    if row.source == "scaled_few.cu":  # there b is the left operand
+    if row.source in ("scaled_few.cu", "scaled_async.cu"):  # there b is the left operand
         types.reverse()
     codes = f"f32.{types[0]}.{types[1]}" in ptx
-    if row.source == "scaled_mma_sync.cu":
+    if row.source in ("scaled_mma_sync.cu", "scaled_async.cu"):
         assert "wgmma" not in ptx and "mma.sync" in ptx, name
-        assert ("m16n8k32" in ptx) == codes == (ARCHS[arch].cc >= (8, 9)), name
+        widened = (9, 0) <= ARCHS[arch].cc < (12, 0)  # mma.sync of codes would do so itself there
+        assert ("m16n8k32" in ptx) == codes == (ARCHS[arch].cc >= (8, 9) and not widened), name
+        assert all((f"f16x2.{of}x2" in ptx) == widened for of in types), name
+        assert ("cp.async.c" in ptx) == (ARCHS[arch].cc >= (8, 0)), name
     else:
         assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx and "cp.async.bulk.tensor" in ptx and codes, name
     assert not re.search(r"\b(atom|red)\.", ptx), f"{name}: atomics"
@@ -372,8 +377,13 @@ def check_scaled(row: Kernel, arch: str, name: str, ptx: str) -> None:
     some = before_the_wait(lines)
     early = [(lines[at].strip(), offsets) for at, offsets in arguments_behind(lines) if at in some]
     for line, offsets in early:  # but for b into L2, and in earnest where the block says that it is a weight
+        if row.source == "scaled_async.cu":
+            assert "cp.async.cg" in line and B in offsets, f"{name}: {line} before it waits"
+            assert not offsets & {A, SCALE_A, SCALE_B, SCALED_BIAS, SCALED_Y}, f"{name}: {line} before it waits"
+            continue
         assert offsets == {B_MAP}, f"{name}: {line} before it waits"
         assert "prefetch" in line or row.source == "scaled_few.cu", f"{name}: {line} before it waits"
+    assert early or row.source in ("scaled_mma_sync.cu", "scaled_wgmma.cu"), f"{name} reads no b early"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -248,6 +249,11 @@ def check_launch(target: Target, p: ScaledProblem, row: Kernel, launch: Launch) 
     x, y, z = launch.grid
     assert 1 <= x < 2**31 and 1 <= y <= 65_535 and 1 <= z <= 65_535, (p, launch)
     assert launch.smem_bytes <= target.smem_bytes and len(launch.fields) == 5, (p, launch)
+    if row.source == "scaled_async.cu":
+        assert p.m <= 16 and p.aligned16 and ARCHS[target.arch].cc >= (8, 0), (p, launch)
+        check_async_launch(target, p, launch)
+        return
+    assert p.m > 16 or not p.aligned16 or target.arch == "sm_75", (p, row.name)
     if row.source == "scaled_mma_sync.cu":
         tokens = int(launch.entry.rsplit("_", 1)[1])
         assert x * 128 >= p.n > (x - 1) * 128 and y * z * tokens >= p.m > y * (z - 1) * tokens, (p, launch)
@@ -283,13 +289,79 @@ def check_launch(target: Target, p: ScaledProblem, row: Kernel, launch: Launch) 
     assert not early or x * y * z <= target.sms * kernels._FEW[shape]
 
 
+def check_async_launch(target: Target, p: ScaledProblem, launch: Launch) -> None:
+    """What scaled_async.cu takes for granted."""
+    what = target, p, launch
+    tokens, units = map(int, launch.entry.split("_")[2:])
+    warps, steps, ring = launch.block // 32, -(-p.k // 128), kernels._SCALED_ASYNC_SHAPES[tokens, units]
+    x, y, z = launch.grid
+    assert p.m <= tokens and y == z == 1 and x * 16 * units >= p.n > (x - 1) * 16 * units, what
+    assert 1 <= warps <= kernels._SCALED_ASYNC_WARPS and launch.block == 32 * warps, what
+    assert launch.block % (16 * units) == 0, what  # a thread stores one channel alone
+    # for (step = warp; step < steps; step += warps): each warp has one, and none has two more than another.
+    shares = [len(range(warp, steps, warps)) for warp in range(warps)]
+    assert sum(shares) == steps and 1 <= min(shares) and max(shares) <= min(shares) + 1, what
+    # Shared memory: of each warp b and a of the steps on their way; in the end the sums of all warps in their place.
+    mine, sums = ring * (units * 4 + tokens // 8 * 2) * 512, units * (tokens // 8) * 512
+    assert warps * max(mine, sums) <= launch.smem_bytes <= target.smem_bytes, what
+    assert launch.boxes == (0, 0, 0) and launch.split == 1 and launch.fields[0] == 16 * units, what
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "sm_75"])
+def test_launches_of_few_tokens(arch: str) -> None:
+    """Whatever is asked for, and the tokens that decide which entry it is."""
+    target = target_of(arch)
+    for (tokens, units), m in itertools.product(kernels._SCALED_ASYNC_SHAPES, (1, 8, 9, 16)):
+        if m > tokens:
+            continue
+        for n, k, warps in itertools.product((1, 33, 4096), (1, 129, 1536, 14_336), (1, 3, 8, 12, 16, 99)):
+            p = ScaledProblem(E4M3, E4M3, "bfloat16", m, n, k)
+            for per_sm in (0, 1, 3):
+                launch = kernels.scaled_async_launch(target, p, units, warps, per_sm)
+                assert launch.block <= 32 * warps
+                check_async_launch(target, p, launch)
+                # A multiprocessor has 1 KiB more than a block may have, and keeps as much of each block for itself.
+                assert not per_sm or (launch.smem_bytes + 1024) * (per_sm + 1) > target.smem_bytes + 1024
+
+
+def test_scaled_async_has_the_tables_numbers() -> None:
+    text = (Path(__file__).parent.parent / "kernels_cu" / "scaled_async.cu").read_text()
+    assert f"MAX_WARPS = {kernels._SCALED_ASYNC_WARPS}, UNIT = 16, K_STEP = {kernels.SCALED_STEP}," in text
+    for tokens, units in kernels._SCALED_ASYNC_SHAPES:
+        assert f"ENTRY({tokens}, {units}, RING_{tokens}_{units}, " in text
+
+
+@pytest.mark.parametrize("k", [1, 16, 100, 127, 128, 129, 1000, 4104, 14_336])
+def test_the_lanes_of_scaled_async_multiply_each_code_once(k: int) -> None:
+    """A model of the copies of scaled_async.cu: a row's codes, by the warps and lanes that multiply them."""
+    codes = np.arange(1, k + 1)  # 0: what was filled in
+    ragged, (full, left) = int(k % 128 > 0), divmod(k, 128)
+    quarters = np.arange(4)[:, None] * 16 + np.arange(16)  # of half a step, by lane % 4
+    for warps in (1, 3, 8, 16):
+        seen = []
+        for warp in range(min(warps, full + ragged)):
+            row = (warp - ragged) * 128  # of the step that is copied next
+            for step in range(warp, full + ragged, warps):
+                for half in (0, 1):
+                    if ragged and step == 0:
+                        there = half * 64 + quarters < left
+                        at = row + (full + 1) * 128 + half * 64 + quarters
+                    else:
+                        there, at = np.full((4, 16), True), row + half * 64 + quarters
+                    assert (at[there] >= 0).all() and (at[there] < k).all()
+                    seen.append(np.where(there, codes[np.where(there, at, 0)], 0))
+                row += warps * 128
+        found = np.sort(np.concatenate(seen, axis=None))
+        assert (found[-k:] == codes).all() and not found[:-k].any(), warps
+
+
 def test_the_block_of_arguments() -> None:
     assert kernels.SCALED_ARGS.size == 192 + 3 * kernels.TENSOR_MAP_BYTES
 
 
 # --- on the GPU -----------------------------------------------------------------------------------------------
 
-ROWS = ("scaled_mma_sync", "scaled_few", "scaled_wgmma")
+ROWS = ("scaled_mma_sync", "scaled_async", "scaled_few", "scaled_wgmma")
 
 
 @contextlib.contextmanager
@@ -312,13 +384,19 @@ def served_by(name: str | None, launch_of: Callable[[Target, ScaledProblem], Lau
 
 
 def rows_here() -> tuple[str, ...]:
-    return ROWS if kernels.arch_of(runtime.target().arch).wgmma else ROWS[:1]
+    arch = kernels.arch_of(runtime.target().arch)
+    return ROWS if arch.wgmma else ROWS[:2] if arch.cc >= (8, 0) else ROWS[:1]
 
 
 def need(name: str | None) -> None:
     """Skip the test where the GPU has no kernel of that name."""
     if name is not None and name not in rows_here():
         pytest.skip("this GPU has no such kernel")
+
+
+def tokens_for(name: str | None, *tokens: int) -> list[int]:
+    """The same, as far as that kernel takes so many."""
+    return sorted({min(m, 16) if name == "scaled_async" else m for m in tokens})
 
 
 def placed(values: np.ndarray, pitch: int = 0, offset: int = 0) -> Any:
@@ -358,6 +436,8 @@ def test_sizes(rng: np.random.Generator, poison: Any, name: str, fast: bool) -> 
     need(name)
     shapes = {s for s in itertools.product(SIZES, repeat=3) if s[0] * s[1] * s[2] < 2**30 and sum(s) % 17 == 0}
     shapes |= {(s, 129, 65) for s in SIZES} | {(65, s, 129) for s in SIZES} | {(129, 65, s) for s in SIZES}
+    if name == "scaled_async":
+        shapes = {(min(m, i % 16 + 1), n, k) for i, (m, n, k) in enumerate(sorted(shapes))}
     for i, (m, n, k) in enumerate(sorted(shapes)):
         c = case(rng, m, n, k, PAIRS[i % 3], SCALINGS[i % 4], bias=bool(i % 2))
         out_dtype = tuple(FLOATS)[i % 3]
@@ -378,7 +458,7 @@ def test_out_in_wider_rows(rng: np.random.Generator, name: str, out_dtype: str) 
     import cupy
 
     need(name)
-    for m, n in itertools.product((1, 70, 300), (1, 17, 30, 40, 129, 260)):
+    for m, n in itertools.product(tokens_for(name, 1, 70, 300), (1, 17, 30, 40, 129, 260)):
         c = case(rng, m, n, 144)
         a, b = c.tensors(cupy.asarray)
         whole = cupy.full((m, 320), 77, FLOATS[out_dtype])
@@ -397,7 +477,7 @@ def test_dtypes_and_scalings(
 ) -> None:
     need(name)
     for by_row, bias, fast in itertools.product(SCALINGS, (False, True), (False, True)):
-        c = case(rng, 150, 328, 400, dtypes, by_row, bias)
+        c = case(rng, *tokens_for(name, 150), 328, 400, dtypes, by_row, bias)
         with served_by(name):
             c.check(multiply(c, poison, out_dtype, fast), out_dtype, acc_of(400, fast))
 
@@ -409,7 +489,7 @@ def test_tiles_and_splits_of_few_tokens(rng: np.random.Generator, poison: Any, s
     tokens, widest, fast = shape
     for tile, split, m in itertools.product((16, 112, widest - 16, widest), (1, 2, 4, 8), (tokens, 2 * tokens + 3)):
         c = case(rng, m, 600, 1040)
-        for per_sm, paired in itertools.product({1, kernels._FEW[shape]}, {False, split == 1 and tokens >= 64}):
+        for per_sm, paired in itertools.product({1, kernels._FEW[shape]}, {False, split == 1}):
             of = shape, tile, split, per_sm, paired
             p = ScaledProblem(E4M3, E4M3, "bfloat16", m, 600, 1040, fast)
             if kernels.few_launch(runtime.target(), p, *of).stages < 2:
@@ -485,10 +565,76 @@ def test_streams_and_graphs_have_a_workspace_each(rng: np.random.Generator) -> N
             np.testing.assert_array_equal(z.get().view(np.uint16), y.get().view(np.uint16))
 
 
+FEW_SHAPES = ((1, 1), (17, 16), (33, 100), (100, 1000), (129, 4104), (2200, 144), (4300, 400), (40, 14_336))
+
+
+def acc_of_few(k: int) -> float:
+    """As tight as the tensor cores' own float32 sums allow where codes are multiplied as float16."""
+    arch = kernels.arch_of(runtime.target().arch)
+    return arch.acc["tensor"] if arch.cc == (9, 0) else acc_of(k, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", range(1, 18))
+def test_few_tokens(rng: np.random.Generator, poison: Any, m: int) -> None:
+    """As `pick` chooses, between NaN codes on all sides."""
+    for i, (n, k) in enumerate(FEW_SHAPES, m):
+        c = case(rng, m, n, k, PAIRS[i % 3], SCALINGS[i % 4], bias=bool(i % 2))
+        out_dtype, fast = tuple(FLOATS)[i // 2 % 3], bool(i % 5 % 2)
+        y = multiply(c, poison, out_dtype, fast, pitch=aligned(k) + i % 2 * 112, offset=16)
+        try:
+            c.check(y, out_dtype, acc_of_few(k) if m <= 16 else acc_of(k, fast))
+        except AssertionError as wrong:
+            raise AssertionError(f"n {n} k {k} {c.dtypes} {out_dtype} fast {fast}: {wrong}") from None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "units"), kernels._SCALED_ASYNC_SHAPES)
+def test_warps_and_units_of_few_tokens(rng: np.random.Generator, poison: Any, tokens: int, units: int) -> None:
+    need("scaled_async")
+    for warps, (m, n, k), early in itertools.product(
+        (1, 2, 3, 5, 8, 16), ((tokens, 1000, 1040), (tokens - 3, 77, 4104), (tokens, 40, 128)), (False, True)
+    ):
+        c = case(rng, m, n, k)
+        with served_by(
+            "scaled_async", lambda t, p, w=warps, e=early: kernels.scaled_async_launch(t, p, units, w, early=e)
+        ):
+            y, again = (multiply(c, poison, "float32", pitch=aligned(k)) for _ in range(2))
+        assert (y.view(np.uint32) == again.view(np.uint32)).all()
+        try:
+            c.check(y, "float32", acc_of_few(k))
+        except AssertionError as wrong:
+            raise AssertionError(f"warps {warps} m {m} n {n} k {k} early {early}: {wrong}") from None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", [False, True])
+def test_few_tokens_whose_b_may_be_read_early(rng: np.random.Generator, weights: bool) -> None:
+    """`queue_of`, with b as a weight and not, in a chain that writes a anew before each call."""
+    import cupy
+
+    for m, n, k in ((1, 300, 400), (8, 40, 4104), (16, 4300, 272)):
+        c = case(rng, m, n, k)
+        a, b = placed(c.a, aligned(k)), placed(c.b, aligned(k))
+        scale_a, scale_b, bias = map(cupy.asarray, (c.scale_a, c.scale_b, c.bias))
+        p = ScaledProblem(E4M3, E4M3, "float32", m, n, k)
+        y = cupy.full((m, n), cupy.nan, np.float32)
+        queue = matmul.queue_of(
+            p, (b.data.ptr, b.strides[0], scale_b.data.ptr, 1), bias.data.ptr, 1, a_stride=k + aligned(k),
+            device=runtime.current_device(), pdl=weights,
+        )  # fmt: skip
+        good, stream = a.copy(), cupy.cuda.get_current_stream()
+        for _ in range(10):
+            a[...] = NAN
+            a[...] = good
+            queue(stream.ptr, a.data.ptr, scale_a.data.ptr, y.data.ptr, n)
+        c.check(y, "float32", acc_of_few(k))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("pitch", "offset"), [(0, 0), (16, 0), (16, 16), (3, 0), (0, 1), (5, 7), (8, 8), (1, 15)])
 def test_pitches_and_offsets(rng: np.random.Generator, poison: Any, pitch: int, offset: int) -> None:
-    for m, k in ((5, 320), (130, 320), (300, 77)):
+    for m, k in ((5, 320), (16, 77), (130, 320), (300, 77)):
         c = case(rng, m, 200, k)
         c.check(multiply(c, poison, pitch=pitch, offset=offset), "bfloat16", acc_of(k, False))
 
@@ -521,7 +667,7 @@ def test_views_in_any_order(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("name", [*ROWS, None])
 def test_nan_poisons_its_own_row(rng: np.random.Generator, poison: Any, name: str | None) -> None:
     need(name)
-    for dtypes, m in itertools.product(PAIRS, (9, 200)):
+    for dtypes, m in itertools.product(PAIRS, tokens_for(name, 9, 200)):
         c = case(rng, m, 136, 304, dtypes)
         c.a[m - 2, 303] = c.a[3, 0] = NAN
         c.b[70, 200] = NAN
@@ -542,7 +688,7 @@ def test_outputs_of_any_pitch(rng: np.random.Generator, name: str) -> None:
 
     need(name)
     for m, (n, pitch, offset), out_dtype in itertools.product(
-        (3, 300), ((128, 144, 8), (120, 129, 1), (257, 257, 0), (64, 200, 3)), FLOATS
+        tokens_for(name, 3, 300), ((128, 144, 8), (120, 129, 1), (257, 257, 0), (64, 200, 3)), FLOATS
     ):
         c = case(rng, m, n, 160)
         a, b = c.tensors(cupy.asarray)
@@ -654,7 +800,7 @@ def test_relative_errors(rng: np.random.Generator, m: int) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_some_ways_for_the_sanitizer(rng: np.random.Generator, poison: Any, name: str) -> None:
     need(name)
-    for m, n, k in ((5, 40, 80), (130, 264, 272)):
+    for (m,), n, k in ((tokens_for(name, 5), 40, 80), (tokens_for(name, 130), 264, 272)):
         for out_dtype, fast in (("bfloat16", True), ("float32", False)):
             c = case(rng, m, n, k)
             with served_by(name):
