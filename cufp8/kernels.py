@@ -125,8 +125,8 @@ LINEAR_ARGS = struct.Struct("@PPPPPqqiiiiiiiiixxxx")
 TENSOR_MAP_BYTES = 128
 TILE_ARGS = struct.Struct(f"{LINEAR_ARGS.format}iiiii12x{TENSOR_MAP_BYTES}s")
 # a b, scale a b, bias y workspace, strides of a b y, then m n k out, scales' steps of a b, aligned mapped weights,
-# stages split, tile sums early shared paired, and the tensor maps of a b y
-SCALED_ARGS = struct.Struct("@PPPPPPPqqqiiiiiiiiiiiiiiii48x" + f"{TENSOR_MAP_BYTES}s" * 3)
+# stages split, tile sums early shared, and the tensor maps of a b y
+SCALED_ARGS = struct.Struct("@PPPPPPPqqqiiiiiiiiiiiiiii52x" + f"{TENSOR_MAP_BYTES}s" * 3)
 QUANTIZE_ARGS = struct.Struct("@PPPPqqqq")  # w codes scale status, strides n k, pitch, k
 # x second residual sum codes scale given, strides and steps, then m k value eps 1/k found mode e5m2
 ACTIVATION_ARGS = struct.Struct("@PPPPPPPqqqqqqqiifffiii")
@@ -183,7 +183,6 @@ class Launch:
     fields: tuple[int, ...] = ()  # of the argument block after those of LINEAR_ARGS
     box: int = 0  # rows of x that a copy by a tensor map brings; 0: the kernel takes no map
     boxes: tuple[int, int, int] = (0, 0, 0)  # rows of a, b and y, of a kernel of scaled.cuh
-    paired: bool = False  # clusters of two blocks that share a, of scaled_few.cu
     workspace: int = 0  # bytes on the GPU that its blocks need to give each other sums
 
 
@@ -475,7 +474,7 @@ SCALED_FORMATS = {  # of a and b -> how rows and files call them
 SCALED_STEP = 128  # of k: bytes of a row that a stage has
 SCALED_TILE = 256  # tokens and channels of a cluster in scaled_wgmma.cu
 _SCALED_STAGE = 3 * 128 * SCALED_STEP
-WGMMA_TAIL_BYTES = 2 * (2 * 64 * 128 + 64 * 8)
+WGMMA_TAIL_BYTES = 2 * (4 * 2 * 16 * 128 + 128 * 8)
 FLAG_BYTES = 4096  # of the workspace of scaled_wgmma.cu, before the sums
 # Entries of scaled_few.cu: tokens of a block, its channels at most, whether sums stay in the tensor cores' registers ->
 # blocks, of this launch and the next, whose registers fit a multiprocessor.
@@ -537,7 +536,7 @@ def scaled_async_launch(
     smem_bytes = max(warps * warp_bytes, target.smem_bytes // (per_sm + 1) if per_sm else 0)
     return Launch(
         f"scaled_async_{tokens}_{units}", (_ceil(p.n, units * UNIT), 1, 1), 32 * warps, smem_bytes=smem_bytes,
-        fields=(units * UNIT, 0, early, 0, 0),
+        fields=(units * UNIT, 0, early, 0),
     )  # fmt: skip
 
 
@@ -579,7 +578,7 @@ def scaled_wgmma_launch(target: Target, p: ScaledProblem, clusters: int, shared:
     stages = (target.smem_bytes - WGMMA_TAIL_BYTES) // (_SCALED_STAGE + 16)
     return Launch(
         f"scaled_wgmma_{'fast' if p.fast_accum else 'promoted'}", (2 * clusters, 1, 1), 384, 2, stages,
-        stages * (_SCALED_STAGE + 16) + WGMMA_TAIL_BYTES, (0, 0, 1, shared, 0), boxes=(128, 128, 64),
+        stages * (_SCALED_STAGE + 16) + WGMMA_TAIL_BYTES, (0, 0, 1, shared), boxes=(128, 128, 16),
         workspace=FLAG_BYTES + target.sms // 2 * SCALED_TILE**2 * 4 if shared else 0,
     )  # fmt: skip
 
@@ -619,18 +618,12 @@ def _few_choice(target: Target, p: ScaledProblem) -> tuple[float, tuple[int, int
 
 
 def few_launch(
-    target: Target,
-    p: ScaledProblem,
-    shape: tuple[int, int, bool],
-    tile: int,
-    split: int,
-    per_sm: int,
-    paired: bool = False,
+    target: Target, p: ScaledProblem, shape: tuple[int, int, bool], tile: int, split: int, per_sm: int
 ) -> Launch:
     """The launch of the entry of scaled_few.cu that _FEW has as `shape`.
 
     `tile` channels of a block, `split` blocks that share k, `per_sm` blocks a multiprocessor, of this launch and the
-    next; paired: two blocks share the tokens, and k with none.
+    next.
     """
     tokens, widest, fast = shape
     stage, sums = (tile + tokens) * SCALED_STEP, tokens * widest * 4 if split > 1 else 0
@@ -641,14 +634,12 @@ def few_launch(
     stages = min((room - beyond) // (stage + 16), 16)
     ring = stages * (stage + 16)
     groups = _ceil(p.m, tokens)
-    tiles = _ceil(p.n, tile)
-    x, (y, z) = (tiles + tiles % 2 if paired else tiles * split), _token_groups(groups)
+    x, (y, z) = _ceil(p.n, tile) * split, _token_groups(groups)
     threads = 384 if tokens == 256 or (tokens == 128 and not fast) else 320
     return Launch(
         _few_entry(shape), (x, y, z), threads, split, stages,
-        max(ring + own_sums + beyond, sums),
-        (tile, ring if own_sums else 0, x * y * z <= target.sms * per_sm, 0, paired),
-        boxes=(tokens // 2 if paired else tokens, tile, 0), paired=paired,
+        max(ring + own_sums + beyond, sums), (tile, ring if own_sums else 0, x * y * z <= target.sms * per_sm, 0),
+        boxes=(tokens, tile, 0),
     )  # fmt: skip
 
 
@@ -664,7 +655,7 @@ def _few_plan(target: Target, p: ScaledProblem) -> Launch:
 def _scaled_mma_plan(target: Target, p: ScaledProblem) -> Launch:
     tokens = 16 if p.m <= 32 else 128
     return Launch(
-        f"scaled_mma_sync_{tokens}", (_ceil(p.n, 128), *_token_groups(_ceil(p.m, tokens))), 256, fields=(0, 0, 1, 0, 0)
+        f"scaled_mma_sync_{tokens}", (_ceil(p.n, 128), *_token_groups(_ceil(p.m, tokens))), 256, fields=(0, 0, 1, 0)
     )
 
 

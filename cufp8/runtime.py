@@ -433,8 +433,8 @@ class Launcher:
         self.row, self.launch, self.device = row, launch, device
         self.function = ctypes.c_void_p(function(row, launch.entry, device))
         self.attributes = [(_PROGRAMMATIC_LAUNCH, (1,))] if pdl else []
-        if launch.split > 1 or launch.paired:
-            self.attributes.append((_CLUSTER, (max(launch.split, 1 + launch.paired), 1, 1)))
+        if launch.split > 1:
+            self.attributes.append((_CLUSTER, (launch.split, 1, 1)))
         self.pack, self.fields = row.args.pack_into, bytes(row.args.size)
         self.cu_launch = _driver().cuLaunchKernelEx
         self.local = threading.local()

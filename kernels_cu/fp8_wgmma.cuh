@@ -1,9 +1,7 @@
 // Tensor-core products of a warpgroup (sm_90a) of codes: C[64, N] = A[64, 32] * B[N, 32], or += where `add` is not 0.
-// Sums are float32, of which some 14 bits count (source below). B lies in shared memory, A there, or in registers.
+// Sums are float32, of which some 14 bits count (source below). A and B lie in shared memory.
 // A: 64 rows, B: N rows of 128 codes along k, 128 bytes each, one after another from a multiple of 1024 bytes, 16-byte
-// pieces exchanged as wgmma.cuh says, whose descriptors serve: steps of 32 along k add 2. C as in wgmma.cuh. A in
-// registers: of the 16 rows of a warp, lane l holds row l / 4 (a.x, a.z) and l / 4 + 8 (a.y, a.w), codes 4 * (l % 4) ..
-// + 3 (a.x, a.y) and those + 16, as ldmatrix_x4 brings them.
+// pieces exchanged as wgmma.cuh says, whose descriptors serve: steps of 32 along k add 2. C as in wgmma.cuh.
 // Sources: PTX ISA, wgmma.mma_async; the bits: DeepSeek-V3 Technical Report, section 3.5.2.
 #pragma once
 #include "wgmma.cuh"
@@ -35,20 +33,6 @@ template <class A, class B, int N> struct Fp8Wgmma;
         }                                                                                                              \
     };
 
-// The same with A in registers.
-template <class A, class B> struct Fp8WgmmaOfRegisters;
-
-#define FP8_WGMMA_OF_REGISTERS(A, B, types)                                                                            \
-    template <> struct Fp8WgmmaOfRegisters<A, B> {                                                                     \
-        static __device__ __forceinline__ void m64n128k32(float (&c)[16][4], const uint4 &x, uint64_t w, int add) {    \
-            asm volatile("{ .reg .pred more; setp.ne.b32 more, %69, 0; wgmma.mma_async.sync.aligned.m64n128"           \
-                         "k32.f32." types " {" TEN() TEN(1) TEN(2) TEN(3) TEN(4)                                       \
-                             TEN(5) "%60, %61, %62, %63}, {%64, %65, %66, %67}, %68, more, 1, 1; }"                    \
-                         : SUMS_16(0)                                                                                  \
-                         : "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "l"(w), "r"(add));                                  \
-        }                                                                                                              \
-    };
-
 #define FP8_WGMMAS(A, B, types)                                                                                        \
     FP8_WGMMA(A, B, types, 8, "%0, %1, %2, %3", "%4", "%5", "%6", SUMS(0))                                             \
     FP8_WGMMA(A, B, types, 16, "%0, %1, %2, %3, %4, %5, %6, %7", "%8", "%9", "%10", SUMS_2(0))                         \
@@ -59,8 +43,7 @@ template <class A, class B> struct Fp8WgmmaOfRegisters;
     FP8_WGMMA(A, B, types, 256,                                                                                        \
               TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10)                             \
                   TEN(11) "%120, %121, %122, %123, %124, %125, %126, %127",                                            \
-              "%128", "%129", "%130", SUMS_16(0), SUMS_16(16))                                                         \
-    FP8_WGMMA_OF_REGISTERS(A, B, types)
+              "%128", "%129", "%130", SUMS_16(0), SUMS_16(16))
 
 FP8_WGMMAS(E4M3, E4M3, "e4m3.e4m3")
 FP8_WGMMAS(E4M3, E5M2, "e4m3.e5m2")

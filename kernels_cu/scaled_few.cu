@@ -3,7 +3,7 @@
 // in float32, but with 256 tokens: there sums stay in the tensor cores' registers.
 // a and b codes by tensor maps, boxes of TOKENS and of `tile` rows and 128 of k, zeros past m, n, k; see scaled.cuh.
 // Grid: (tiles of `tile` channels, a multiple of 16 up to 128 * HALVES, x a cluster of blocks that share k, groups of
-// TOKENS); or paired: clusters of two tiles, of which each block copies half of a to both. Block: 8 warps that multiply, one that copies b, one that copies a; from 128 tokens on two more, which give
+// TOKENS). Block: 8 warps that multiply, one that copies b, one that copies a; from 128 tokens on two more, which give
 // their registers away.
 // Shared memory, dynamic: `stages` x {b [tile][128 bytes], a [TOKENS][128 bytes]}, the barriers; the sums, [blocks of a
 // cluster][8 * HALVES / blocks units][TOKENS / 8][32 lanes] float4, after them or, from 64 tokens on, in the ring's
@@ -48,24 +48,20 @@ template <int TOKENS, int HALVES, bool PROMOTED> __device__ __forceinline__ void
 
     // Taken from lane 0: the compiler then knows that a whole warp goes one way.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int split = args.split, paired = args.paired, rank = split > 1 || paired ? cluster_ctarank() : 0;
+    const int split = args.split, rank = split > 1 ? cluster_ctarank() : 0;
     const int channel = blockIdx.x / split * args.tile;
     const int token = (int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * TOKENS; // past m: nothing is stored
-    const int all = (args.k - 1) / K_STEP + 1, part = paired ? 0 : rank;       // of k
-    const int first = int64_t(all) * part / split, steps = int(int64_t(all) * (part + 1) / split) - first;
+    const int all = (args.k - 1) / K_STEP + 1, first = int64_t(all) * rank / split;
+    const int steps = int(int64_t(all) * (rank + 1) / split) - first;
     const int b_bytes = args.tile * 128, stage_bytes = b_bytes + TOKENS * 128;
     uint64_t *full = reinterpret_cast<uint64_t *>(memory + args.stages * stage_bytes), *empty = full + args.stages;
 
     if (threadIdx.x == 32 * MATH_WARPS) {
-        for (int i = 0; i < args.stages; ++i)
-            mbarrier_init(full + i, 2), mbarrier_init(empty + i, MATH_WARPS << paired);
+        for (int i = 0; i < args.stages; ++i) mbarrier_init(full + i, 2), mbarrier_init(empty + i, MATH_WARPS);
         fence_mbarrier_init();
         prefetch_tensormap(args.a_map), prefetch_tensormap(args.b_map);
     }
-    if (paired)
-        cluster_sync(); // the barriers of both blocks are ready
-    else
-        __syncthreads(); // the barriers are ready
+    __syncthreads(); // the barriers are ready
     // Early only where all blocks find room at once: a third kernel would else take that of some of this one's.
     if (args.early) let_next_start();
     if (OWN_SUMS && split > 1) cluster_arrive();
@@ -90,12 +86,8 @@ template <int TOKENS, int HALVES, bool PROMOTED> __device__ __forceinline__ void
             for (int step = 0; step < steps; ++step) {
                 mbarrier_wait(empty + at.slot, at.parity ^ 1); // all have read what the stage held
                 mbarrier_arrive_expect_tx(full + at.slot, TOKENS * 128);
-                uint8_t *to = memory + at.slot * stage_bytes + b_bytes;
-                if (paired)
-                    cp_async_bulk_tensor_multicast(to + rank * (TOKENS / 2 * 128), args.a_map, (first + step) * K_STEP,
-                                                   token + rank * (TOKENS / 2), full + at.slot, 3);
-                else
-                    cp_async_bulk_tensor(to, args.a_map, (first + step) * K_STEP, token, full + at.slot);
+                cp_async_bulk_tensor(memory + at.slot * stage_bytes + b_bytes, args.a_map, (first + step) * K_STEP,
+                                     token, full + at.slot);
                 at.advance(args.stages);
             }
         }
@@ -106,19 +98,10 @@ template <int TOKENS, int HALVES, bool PROMOTED> __device__ __forceinline__ void
             cluster_sync();
         }
         wait_for_previous();
-        if (paired) cluster_stay();
         return;
     }
 
     if constexpr (GIVES_REGISTERS) setmaxnreg_inc<232>();
-    // This warp has read a stage: whoever copies into it is told, in both blocks of a pair.
-    const auto release = [&](int slot) {
-        if (paired) {
-            if (lane < 2) mbarrier_arrive_cluster(empty + slot, lane);
-        } else if (lane == 0) {
-            mbarrier_arrive(empty + slot);
-        }
-    };
     wait_for_previous(); // before the first read of a scale and the first write of y
     float sum[HALVES][FRAGMENTS][4] = {};
     // Rows past a tile are whatever follows in shared memory: their sums go nowhere.
@@ -140,7 +123,7 @@ template <int TOKENS, int HALVES, bool PROMOTED> __device__ __forceinline__ void
                 wgmma_commit();
                 wgmma_wait();
                 wgmma_written(part);
-                if (half == HALVES - 1) release(at.slot);
+                if (half == HALVES - 1 && lane == 0) mbarrier_arrive(empty + at.slot); // this warp has read the stage
 #pragma unroll
                 for (int i = 0; i < FRAGMENTS; ++i)
 #pragma unroll
@@ -160,7 +143,7 @@ template <int TOKENS, int HALVES, bool PROMOTED> __device__ __forceinline__ void
                 Fp8Wgmma<B, A, TOKENS>::m64k32(sum[0], b + offset + 2 * j, a + offset + 2 * j, step | j);
             wgmma_commit();
             wgmma_wait_for_earlier();
-            if (step) release(before);
+            if (step && lane == 0) mbarrier_arrive(empty + before); // this warp has read the stage
             before = at.slot;
             at.advance(args.stages);
         }
@@ -177,7 +160,6 @@ template <int TOKENS, int HALVES, bool PROMOTED> __device__ __forceinline__ void
 #pragma unroll
             for (int i = 0; i < FRAGMENTS; ++i) store_fragment(args, token + 8 * i, c, sum[half][i], channels);
         }
-        if (paired) cluster_stay(); // the other block copies into this one's memory, and arrives at its barriers
         return;
     }
 

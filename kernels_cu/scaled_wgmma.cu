@@ -1,5 +1,5 @@
 // y[m, n] = round(fmaf(scale_a[m] * sum_k a[m, k] * b[n, k], scale_b[n], bias[n])) by wgmma, sm_90a: for many tokens.
-// a and b codes by tensor maps, boxes of 128 rows and 128 of k, zeros past m, n, k; y by a map too, 64 rows and 128
+// a and b codes by tensor maps, boxes of 128 rows and 128 of k, zeros past m, n, k; y by a map too, 16 rows and 128
 // bytes a box, where it has one; see scaled.cuh. A cluster of two blocks has tiles of 256 x 256, a block 128 tokens.
 // Sums stay in the tensor cores' registers (fast), or every 128 of k is added in float32 (promoted).
 // Grid: as many clusters as fit, each takes tile after tile, down a band of BAND tiles of tokens, then along n; where
@@ -13,9 +13,9 @@
 
 constexpr int BOX = 128, BOX_BYTES = BOX * 128, STAGE_BYTES = 3 * BOX_BYTES, TILE = 2 * BOX;
 constexpr int GROUPS = 2, GROUP = 128, THREADS = GROUP * (GROUPS + 1);
-constexpr int PIECE_ROWS = 64, PIECE_BYTES = PIECE_ROWS * 128, COLUMNS_BYTES = 64 * 8;
-constexpr int TAIL_BYTES = GROUPS * (2 * PIECE_BYTES + COLUMNS_BYTES); // after the ring
-constexpr int FLAG_BYTES = WORKSPACE_FLAG_BYTES;                       // of the workspace
+constexpr int PIECE_ROWS = 16, PIECE_BYTES = PIECE_ROWS * 128, COLUMNS = BOX;
+constexpr int TAIL_BYTES = GROUPS * (4 * 2 * PIECE_BYTES + COLUMNS * 8); // after the ring
+constexpr int FLAG_BYTES = WORKSPACE_FLAG_BYTES;                         // of the workspace
 static_assert(TAIL_BYTES == WGMMA_TAIL_BYTES, "kernels.py has another size");
 constexpr int BOTH = 3; // blocks of a cluster, as bits
 
@@ -33,42 +33,40 @@ struct Tile {
     }
 };
 
-// What a warpgroup needs to store its part of y, a piece of 64 tokens and 128 bytes at a time.
+// What a warp needs to store its part of y: 16 tokens by 256 channels, 128 bytes of each token at a time.
 struct Pieces {
     const ScaledArgs &args;
-    int group, thread;
-    uint8_t *memory; // two pieces
-    float2 *columns; // scale and bias of the channels of a piece
+    int group, warp, lane; // the warp within its warpgroup
+    uint8_t *memory;       // two pieces
+    float2 *columns;       // of the warpgroup: scale and bias of half of a tile's channels
     int count = 0;
 
-    __device__ __forceinline__ int channels() const { return args.out == SCALED_F32 ? 32 : 64; }
     __device__ __forceinline__ void meet() const { bar_sync(1 + group, GROUP); }
 
-    // Half the threads have the scale of a channel of the piece, half its bias.
-    __device__ __forceinline__ float column(int channel) const {
-        const int at = channel + thread % channels(), which = thread / channels();
-        if (which > 1 || at >= args.n) return 0.0f;
-        return which == 0 ? args.scale_b[int64_t(at) * args.scale_b_step] : args.bias ? args.bias[at] : 0.0f;
+    // Scale and bias of a channel of each half of a tile.
+    __device__ __forceinline__ void load(float2 (&mine)[2], int channel) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Channel c(args, channel + half * BOX + warp * 32 + lane);
+            mine[half] = make_float2(c.scale, c.bias);
+        }
     }
 
-    // The sums of `TILES` fragments of 64 tokens. `mine`: what `column` said.
+    // The sums of `TILES` fragments, whose channels begin at `first` of the half.
     template <int TILES>
-    __device__ __forceinline__ void store(const float (*sum)[4], int token, int channel, const float (&scale_a)[2],
-                                          float mine) {
-        const int warp = thread / 32, lane = thread % 32;
+    __device__ __forceinline__ void store(const float (*sum)[4], int token, int channel, int first,
+                                          const float (&scale_a)[2]) {
         uint8_t *piece = memory + count % 2 * PIECE_BYTES;
-        if (thread / (8 * TILES) < 2)
-            reinterpret_cast<float *>(columns + thread % (8 * TILES))[thread / (8 * TILES)] = mine;
-        if (thread == 0) cp_async_bulk_wait_read<1>(); // the piece before the last one has been read
-        meet();                                        // and all may write there; the columns are there too
+        if (lane == 0) cp_async_bulk_wait_read<1>(); // the piece before the last one has been read
+        __syncwarp();                                // and all may write there
         const auto finish = [&](int j, float (&v)[4]) {
-            const float4 two = reinterpret_cast<const float4 *>(columns)[j * 4 + lane % 4];
+            const float4 two = reinterpret_cast<const float4 *>(columns + first)[j * 4 + lane % 4];
 #pragma unroll
             for (int r = 0; r < 4; ++r)
                 v[r] = fmaf(sum[j][r] * scale_a[r / 2], r % 2 ? two.z : two.x, r % 2 ? two.w : two.y);
         };
         if constexpr (TILES == 8) {
-            const int row = warp * 16 + lane % 16; // of the matrix that this lane gives the address of
+            const int row = lane % 16; // of the matrix that this lane gives the address of
 #pragma unroll
             for (int j = 0; j < TILES; j += 2) {
                 float v[2][4];
@@ -85,7 +83,7 @@ struct Pieces {
                 finish(j, v);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const int row = warp * 16 + half * 8 + lane / 4, at = 2 * j + lane % 4 / 2;
+                    const int row = half * 8 + lane / 4, at = 2 * j + lane % 4 / 2;
                     *reinterpret_cast<float2 *>(piece + row * 128 + ((at ^ row % 8) << 4) + lane % 2 * 8) =
                         make_float2(v[2 * half], v[2 * half + 1]);
                 }
@@ -93,17 +91,17 @@ struct Pieces {
         }
         if (args.mapped) {
             fence_proxy_async();
-            meet(); // the piece is whole, and all have read the columns
-            if (thread == 0) cp_async_bulk_tensor_store(args.y_map, channel, token, piece);
+            __syncwarp(); // the piece is whole
+            if (lane == 0) cp_async_bulk_tensor_store(args.y_map, channel + first, token, piece);
         } else {
-            meet();
+            __syncwarp();
             const int size = TILES == 8 ? 2 : 4;
 #pragma unroll 1
-            for (int i = thread; i < PIECE_ROWS * 8 * TILES; i += GROUP) {
+            for (int i = lane; i < PIECE_ROWS * 8 * TILES; i += 32) {
                 const int row = i / (8 * TILES), c = i % (8 * TILES);
                 const uint8_t *from = piece + row * 128 + ((c * size / 16 ^ row % 8) << 4) + c * size % 16;
-                if (token + row >= args.m || channel + c >= args.n) continue;
-                const int64_t to = (token + row) * args.y_stride + channel + c;
+                if (token + row >= args.m || channel + first + c >= args.n) continue;
+                const int64_t to = (token + row) * args.y_stride + channel + first + c;
                 if (TILES == 8)
                     static_cast<uint16_t *>(args.y)[to] = *reinterpret_cast<const uint16_t *>(from);
                 else
@@ -113,23 +111,21 @@ struct Pieces {
         ++count;
     }
 
-    // 64 tokens of 256 channels. `first`: the `column` of the first piece, asked for before the products.
+    // `mine`: what `load` said of the tile, asked for before the products.
     __device__ __forceinline__ void store_all(const float (&sum)[32][4], int token, int channel,
-                                              const float (&scale_a)[2], float first) {
-        float mine = first;
-        if (args.out == SCALED_F32) {
+                                              const float (&scale_a)[2], const float2 (&mine)[2]) {
 #pragma unroll
-            for (int j = 0; j < 32; j += 4) {
-                const float next = j + 4 < 32 ? column(channel + 8 * j + 32) : first;
-                store<4>(sum + j, token, channel + 8 * j, scale_a, mine);
-                mine = next;
-            }
-        } else {
+        for (int half = 0; half < 2; ++half) {
+            meet(); // all have read the columns before
+            columns[warp * 32 + lane] = mine[half];
+            meet(); // these are there
+            const int first = channel + half * BOX;
+            if (args.out == SCALED_F32) {
 #pragma unroll
-            for (int j = 0; j < 32; j += 8) {
-                const float next = j + 8 < 32 ? column(channel + 8 * j + 64) : first;
-                store<8>(sum + j, token, channel + 8 * j, scale_a, mine);
-                mine = next;
+                for (int j = 0; j < 16; j += 4) store<4>(sum + half * 16 + j, token, first, 8 * j, scale_a);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 16; j += 8) store<8>(sum + half * 16 + j, token, first, 8 * j, scale_a);
             }
         }
     }
@@ -217,11 +213,11 @@ struct Promoted {
 // adds up the sums, its own first, then those of the clusters before it: each waits only for blocks that started earlier.
 struct Work {
     int tile, first, steps; // the steps of a tile
-    int64_t begin, at;      // what is left of the share: steps of all shared tiles
+    int begin, at;          // what is left of the share: steps of all shared tiles
     int whole;
 
-    static __device__ __forceinline__ int64_t share(const ScaledArgs &args, int all, int cluster) {
-        return int64_t(args.shared) * all * cluster / (gridDim.x / 2);
+    static __device__ __forceinline__ int share(const ScaledArgs &args, int all, int cluster) {
+        return int64_t(args.shared * all) * cluster / (gridDim.x / 2);
     }
     __device__ __forceinline__ Work(const ScaledArgs &args, int all)
         : begin(share(args, all, blockIdx.x / 2)), at(share(args, all, blockIdx.x / 2 + 1)),
@@ -230,8 +226,8 @@ struct Work {
     __device__ __forceinline__ bool next(const ScaledArgs &args, int all) {
         if (at > begin) {
             tile = (at - 1) / all;
-            const int64_t start = int64_t(tile) * all, from = max(begin, start);
-            first = from - start, steps = at - from, at = from;
+            const int from = max(begin, tile * all);
+            first = from - tile * all, steps = at - from, at = from;
             return true;
         }
         tile = whole, first = 0, steps = all, whole += gridDim.x / 2;
@@ -283,7 +279,7 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / GROUP, 0), rank = cluster_ctarank();
     const int all = (args.k - 1) / 128 + 1; // steps of a whole tile
     uint8_t *pieces = memory + args.stages * STAGE_BYTES;
-    float2 *columns = reinterpret_cast<float2 *>(pieces + GROUPS * 2 * PIECE_BYTES);
+    float2 *columns = reinterpret_cast<float2 *>(pieces + GROUPS * 4 * 2 * PIECE_BYTES);
     uint64_t *full = reinterpret_cast<uint64_t *>(pieces + TAIL_BYTES), *empty = full + args.stages;
 
     if (threadIdx.x == GROUPS * GROUP) {
@@ -324,7 +320,7 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
         setmaxnreg_inc<232>();
         const int thread = threadIdx.x % GROUP, warp = thread / 32, lane = thread % 32;
         Ring ring{memory, full, empty, args.stages, {}};
-        Pieces mine{args, group, thread, pieces + group * 2 * PIECE_BYTES, columns + group * 64};
+        Pieces y{args, group, warp, lane, pieces + (group * 4 + warp) * 2 * PIECE_BYTES, columns + group * COLUMNS};
         const Parts parts{static_cast<uint8_t *>(args.workspace), rank * GROUPS + group, thread};
         const int cluster = blockIdx.x / 2;
         float sum[32][4] = {};
@@ -332,9 +328,10 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
         if (group == 1 && LEAD < args.stages && LEAD < all && !args.shared) mbarrier_wait(full + LEAD, 0);
         for (Work work(args, all); work.next(args, all);) {
             const Tile tile(args, work.tile);
-            const int token = tile.token + rank * BOX + group * 64, row = token + warp * 16 + lane / 4;
+            const int token = tile.token + rank * BOX + group * 64 + warp * 16, row = token + lane / 4;
             const float scale_a[2] = {token_scale(args, row), token_scale(args, row + 8)};
-            const float column = mine.column(tile.channel);
+            float2 mine[2];
+            y.load(mine, tile.channel);
             Product::multiply(sum, ring, group, work.steps);
             if (work.first + work.steps < all) {
                 parts.give(sum, cluster);
@@ -342,12 +339,11 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
             }
             for (int before = cluster; work.first > 0;) {
                 parts.take(sum, --before);
-                work.first -=
-                    int(min(Work::share(args, all, before + 1) - Work::share(args, all, before), int64_t(work.first)));
+                work.first -= min(Work::share(args, all, before + 1) - Work::share(args, all, before), work.first);
             }
-            mine.store_all(sum, token, tile.channel, scale_a, column);
+            y.store_all(sum, token, tile.channel, scale_a, mine);
         }
-        if (thread == 0) cp_async_bulk_wait_read<0>(); // its memory is this block's until then
+        if (lane == 0) cp_async_bulk_wait_read<0>(); // its memory is this block's until then
     }
     cluster_stay(); // the other block copies into this one's memory, and arrives at its barriers
 }

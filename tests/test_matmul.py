@@ -248,7 +248,7 @@ def test_every_problem_has_a_launch_within_the_limits(arch: str) -> None:
 def check_launch(target: Target, p: ScaledProblem, row: Kernel, launch: Launch) -> None:
     x, y, z = launch.grid
     assert 1 <= x < 2**31 and 1 <= y <= 65_535 and 1 <= z <= 65_535, (p, launch)
-    assert launch.smem_bytes <= target.smem_bytes and len(launch.fields) == 5, (p, launch)
+    assert launch.smem_bytes <= target.smem_bytes and len(launch.fields) == 4, (p, launch)
     if row.source == "scaled_async.cu":
         assert p.m <= 16 and p.aligned16 and ARCHS[target.arch].cc >= (8, 0), (p, launch)
         check_async_launch(target, p, launch)
@@ -268,17 +268,15 @@ def check_launch(target: Target, p: ScaledProblem, row: Kernel, launch: Launch) 
         assert x // 2 <= tiles if shared == 0 else shared <= tiles and x // 2 <= shared * -(-p.k // 128), (p, launch)
         assert launch.workspace == (0 if shared == 0 else kernels.FLAG_BYTES + target.sms // 2 * 256 * 256 * 4)
         assert x // 2 * 4 * 4 <= kernels.FLAG_BYTES
-        assert launch.stages >= 3 and launch.boxes == (128, 128, 64)
+        assert launch.stages >= 3 and launch.boxes == (128, 128, 16)
         assert launch.smem_bytes == launch.stages * 49_152 + barriers + kernels.WGMMA_TAIL_BYTES
         assert launch.entry.endswith("_fast") == p.fast_accum
         return
     shape = next(shape for shape in kernels._FEW if kernels._few_entry(shape) == launch.entry)
-    (tokens, widest, fast), (tile, sums, early, _, paired) = shape, launch.fields
-    assert tile % 16 == 0 and 16 <= tile <= widest and launch.boxes == (tokens >> paired, tile, 0), (p, launch)
+    (tokens, widest, fast), (tile, sums, early, _) = shape, launch.fields
+    assert tile % 16 == 0 and 16 <= tile <= widest and launch.boxes == (tokens, tile, 0), (p, launch)
     assert launch.split in (1, 2, 4, 8) and (launch.split == 1 or -(-p.k // 128) >= launch.split), (p, launch)
-    assert paired == launch.paired and (not paired or launch.split == 1)
-    assert x == -(-p.n // tile) * launch.split + (paired and -(-p.n // tile) % 2), (p, launch)
-    assert y * z * tokens >= p.m, (p, launch)
+    assert x == -(-p.n // tile) * launch.split and y * z * tokens >= p.m, (p, launch)
     assert 3 <= launch.stages <= 16, (p, launch)
     stage = (tile + tokens) * 128
     ring, all_sums = launch.stages * stage + barriers, tokens * widest * 4 if launch.split > 1 else 0
@@ -489,8 +487,8 @@ def test_tiles_and_splits_of_few_tokens(rng: np.random.Generator, poison: Any, s
     tokens, widest, fast = shape
     for tile, split, m in itertools.product((16, 112, widest - 16, widest), (1, 2, 4, 8), (tokens, 2 * tokens + 3)):
         c = case(rng, m, 600, 1040)
-        for per_sm, paired in itertools.product({1, kernels._FEW[shape]}, {False, split == 1}):
-            of = shape, tile, split, per_sm, paired
+        for per_sm in {1, kernels._FEW[shape]}:
+            of = shape, tile, split, per_sm
             p = ScaledProblem(E4M3, E4M3, "bfloat16", m, 600, 1040, fast)
             if kernels.few_launch(runtime.target(), p, *of).stages < 2:
                 continue
@@ -499,9 +497,7 @@ def test_tiles_and_splits_of_few_tokens(rng: np.random.Generator, poison: Any, s
             try:
                 c.check(y, "bfloat16", acc_of(1040, fast))
             except AssertionError as wrong:
-                raise AssertionError(
-                    f"tile {tile} split {split} a multiprocessor {per_sm} paired {paired} m {m}: {wrong}"
-                ) from None
+                raise AssertionError(f"tile {tile} split {split} a multiprocessor {per_sm} m {m}: {wrong}") from None
 
 
 # m, n, k, then clusters and the tiles whose steps they share
