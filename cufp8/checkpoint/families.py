@@ -653,10 +653,13 @@ def fault_of(tensor: Stored, role: str, steps: Any = None) -> Fault | None:
 _E8M0 = FORMATS["float8_e8m0fnu"].dtype
 
 
-def build(match: Match, tensors: Mapping[str, Stored], expert: int | None = None) -> QuantizedTensor:
-    """The weight that the tensors of a module mean, on the host; codes stay in the map.
+def build(
+    match: Match, tensors: Mapping[str, Stored], expert: int | None = None, device: str = "cpu"
+) -> QuantizedTensor:
+    """The weight that the tensors of a module mean: on the host, codes stay in the map; or on a GPU.
 
-    A scale for the whole tensor stands in every row. A global scale that divides is inverted once, in float32.
+    A scale for the whole tensor stands in every row. A global scale that divides is inverted once, in float32. On a
+    GPU codes are looked through there: the host alone would take longer than to copy them.
 
     Raises
     ------
@@ -664,9 +667,8 @@ def build(match: Match, tensors: Mapping[str, Stored], expert: int | None = None
         If a code is NaN, or a scale not finite and positive (`fault_of`).
     """
     family = match.family
-    for role, suffix in (("scale", family.scale), ("global_scale", family.global_scale), ("codes", family.codes)):
-        if suffix and (fault := fault_of(tensors[suffix], role)):
-            raise wrong(tensors[suffix], f"{fault.text}; the file must be made again")
+    _refuse(tensors, family.scale, "scale")
+    _refuse(tensors, family.global_scale, "global_scale")
     n, k = match.shape
     codes, scale = tensors[family.codes].array, tensors[family.scale].array
     if match.experts is not None:
@@ -685,7 +687,7 @@ def build(match: Match, tensors: Mapping[str, Stored], expert: int | None = None
     factor = None
     if family.global_scale:
         factor = global_factor(family, tensors[family.global_scale])
-    return QuantizedTensor(
+    weight = QuantizedTensor(
         codes,
         scale,
         dtype=family.dtype,
@@ -694,7 +696,15 @@ def build(match: Match, tensors: Mapping[str, Stored], expert: int | None = None
         block=CHANNEL if match.block == TENSOR else match.block,
         global_scale=factor,
         _trusted=True,
-    )
+    ).to(device)
+    if device == "cpu" or weight.has_nan():
+        _refuse(tensors, family.codes, "codes")
+    return weight
+
+
+def _refuse(tensors: Mapping[str, Stored], suffix: str | None, role: str) -> None:
+    if suffix and (fault := fault_of(tensors[suffix], role)):
+        raise wrong(tensors[suffix], f"{fault.text}; the file must be made again")
 
 
 def global_factor(family: Family, tensor: Stored) -> np.ndarray:

@@ -25,10 +25,11 @@ from cufp8.checkpoint.families import (
 )
 from cufp8.checkpoint.file import CheckpointError, Files, Stored
 from cufp8.formats import SCHEMES
-from cufp8.linear import Linear
+from cufp8.linear import Linear, _place
 from cufp8.quantize import QuantizedTensor
 
 STATIC = ("FP8", "NVFP4")  # schemes whose activations need a scale from the file
+_ON_HOST = np.empty(0)  # as a file's arrays are
 UPPER_BOUND = ".input_scale_ub"  # a family that has it bounds the scales found in each call; no layer does
 
 
@@ -165,7 +166,9 @@ class Entry:
             options["scheme"] = scheme
             if SCHEMES[scheme].x_static:
                 options["input_scale"] = self._input_scale(self.tensors[inputs])
-        return Linear.from_quantized(self.weight, self.bias, device=self._device, **options)
+        bias, device = self.bias, _place(self._device, _ON_HOST)
+        weight = build(self.match, self.tensors, self.expert, device)
+        return Linear.from_quantized(weight, bias, device=device, **options)
 
     @staticmethod
     def _input_scale(stored: Stored) -> float:
