@@ -244,7 +244,10 @@ def families(w: np.ndarray | None = None) -> dict[str, Made]:
     add("modelopt_fp8_pb_wo", "ModelOpt FP8", "FP8A16", {
         **blocked, ".weight_scale": f32(block[:, None, :, None]),
     }, block_values, **_modelopt("fp8_pb_wo"))  # fmt: skip
-    add("fbgemm_fp8", "fbgemm FP8", "FP8_DYNAMIC", {**channel, ".weight_scale": f32(row)}, row_values,
+    by_row = {**channel, ".weight_scale": f32(row)}
+    add("ct_fp8_channel_f32", "compressed-tensors FP8", "FP8_DYNAMIC", by_row, row_values,
+        config=_ct("float-quantized", {**bits8, "strategy": "channel"}, token))  # fmt: skip
+    add("fbgemm_fp8", "fbgemm FP8", "FP8_DYNAMIC", by_row, row_values,
         config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})  # fmt: skip
     label = tensor("U8", np.frombuffer(b'{"format": "float8_e4m3fn"}', np.uint8))
     add("comfyui", "ComfyUI FP8", "FP8", {**one, ".comfy_quant": label}, one_values, module="blocks.0.q",
