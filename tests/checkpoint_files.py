@@ -58,7 +58,11 @@ class Made:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Those of `scales` that scale activations."""
-        return tuple(s for s in self.scales if s.endswith((".input_scale", ".input_global_scale", ".scale_input")))
+        return tuple(
+            s
+            for s in self.scales
+            if s.endswith((".input_scale", ".input_global_scale", ".scale_input", ".activation_scale"))
+        )
 
     def without(self, name: str) -> Made:
         return replace(self, tensors={n: t for n, t in self.tensors.items() if n != name})
@@ -222,6 +226,11 @@ def families(w: np.ndarray | None = None) -> dict[str, Made]:
         ".weight": tensor("F8_E4M3", codes), ".weight_scale_inv": bf16(block),
     }, reference.VALUES[codes] * spread(t, n, k),
         config={**deepseek, "modules_to_not_convert": ["lm_head"]})  # fmt: skip
+    t = cut(s)
+    add("ministral_fp8", "DeepSeek FP8", "FP8", {
+        ".weight": tensor("F8_E4M3", e4m3(w, t)), ".weight_scale_inv": bf16(s, ()), ".activation_scale": bf16(0.05, ()),
+    }, reference.VALUES[e4m3(w, t)] * t,
+        config={"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None})  # fmt: skip
     e = blocks.e8m0(blocks.fp32(block_amax(amax)), "RCEIL", "float8_e4m3fn")
     codes = e4m3(w, spread(power(e), n, k))
     add("deepseek_v4_dense", "DeepSeek-V4 FP8", "FP8_BLOCK", {

@@ -19,6 +19,7 @@ import reference_blocks as blocks
 import cufp8
 from cufp8 import cli
 from cufp8.checkpoint import CheckpointError, check
+from cufp8.checkpoint.families import Config
 
 MADE = files.families()
 W = files.weight()
@@ -401,6 +402,70 @@ def test_pre_quant_scale_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="pre_quant_scale.*scales the activations"):
         load(tmp_path, made)[files.LAYER].linear()
     assert only(found(tmp_path)).severity == "error"
+
+
+@pytest.mark.parametrize("half", ["a", "b"])
+def test_a_low_rank_product_beside_the_weight_is_refused_by_name(tmp_path: Path, half: str) -> None:
+    """NVFP4_SVD of ModelOpt: y has a product added to it; without it the weight is another."""
+    name = f"{files.LAYER}.svdquant_lora_{half}"
+    made = MADE["modelopt_nvfp4"].with_tensor(name, files.bf16(np.ones((8, files.K))))
+    with pytest.raises(CheckpointError, match=f"{name}.*half of a product that is added to y.*ignore="):
+        load(tmp_path, made)[files.LAYER].linear()
+    assert only(found(tmp_path)).tensor == name
+    assert not cufp8.load(tmp_path, ignore=[files.LAYER])
+
+
+def test_codes_under_a_name_that_nobody_knows_are_told(tmp_path: Path) -> None:
+    """Other libraries keep codes and scales under names of their own: a plain array of them is no weight."""
+    made = MADE["modelopt_fp8"]
+    codes = made.tensors[files.LAYER + ".weight"]
+    tensors = {
+        **made.tensors,
+        "model.layers.1.mlp.down_proj._weight_qdata": codes,
+        "scaled_fp8": (codes[0], (2,), b"12"),
+    }
+    finding = only(found(tmp_path, replace(made, tensors=tensors)))
+    assert (finding.severity, finding.tensor) == ("warning", "model.layers.1.mlp.down_proj._weight_qdata")
+    assert "is F8_E4M3, and no family that is known has codes of that name" in finding.what
+
+
+def test_groups_of_compressed_tensors_are_chosen_by_name_then_by_class() -> None:
+    bits8 = {"num_bits": 8, "type": "float"}
+    groups = {
+        "a": {"targets": ["re:.*experts.*"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}},
+        "b": {"targets": ["Linear"], "weights": bits8, "input_activations": {**bits8, "dynamic": True}},
+        "c": {"targets": ["x.o_proj"], "weights": {"num_bits": 8, "type": "int"}},
+    }
+    config = Config("compressed-tensors", {"config_groups": groups})
+    names = ("x.experts.0.up", "x.q_proj", "x.o_proj")
+    assert [config.scheme(name) for name in names] == ["NVFP4A16", "FP8_DYNAMIC", "INT8"]
+
+
+def test_the_algorithm_of_all_experts_is_that_of_each() -> None:
+    """ModelOpt's MIXED_PRECISION names the module that holds them."""
+    layers = {"m.experts": {"quant_algo": "NVFP4"}, "m.experts.1.up": {"quant_algo": "FP8"}}
+    config = Config("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers})
+    names = ("m.experts.0.down", "m.experts.1.up", "m.expertsx", "lm_head")
+    assert [config.scheme(name) for name in names] == ["NVFP4", "FP8", None, None]
+    assert Config("modelopt", {"quant_algo": "W4A8_MXFP4_FP8"}).scheme("x") == "MXFP4_FP8"
+
+
+def test_quarks_list_of_excluded_modules_is_read(tmp_path: Path) -> None:
+    config = {"quant_method": "quark", "exclude": ["lm_head", "re:.*down_proj"]}
+    finding = only(found(tmp_path, replace(MADE["mxfp4_typed"], config=config)))
+    assert finding.tensor == files.LAYER and "re:.*down_proj" in finding.what
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v4_dense", "ministral_fp8"])
+def test_static_activations_without_their_scale_are_an_error(tmp_path: Path, name: str) -> None:
+    """The config says static, whatever the family: the scale that is missing is named."""
+    made = MADE[name]
+    module = next(iter(made.values))
+    scale = module + (".input_scale" if name == "deepseek_v4_dense" else ".activation_scale")
+    made = replace(made.without(scale), config={"quant_method": "fp8", "activation_scheme": "static"})
+    with pytest.raises(CheckpointError, match=f"FP8 needs {scale}, which is missing"):
+        load(tmp_path, made)[module].linear(activations="declared")
+    assert only(found(tmp_path, severity="error")).tensor == scale
 
 
 @pytest.mark.parametrize("label", [b'{"format": "nvfp4"}', b"{", b"[1]", b"\xff", b'{"format": ["x"]}', b"null"])

@@ -22,7 +22,7 @@ NAMES = sorted(MADE)
 # Families that layers on a GPU serve; each of the others is refused there, by name.
 ON_GPU = {
     "autofp8_dynamic", "autofp8_static", "comfyui", "comfyui_scaled", "ct_fp8_channel", "ct_fp8_channel_f32",
-    "ct_fp8_tensor", "fbgemm_fp8", "modelopt_fp8", "modelopt_fp8_pc_pt",
+    "ct_fp8_tensor", "fbgemm_fp8", "ministral_fp8", "modelopt_fp8", "modelopt_fp8_pc_pt",
 }  # fmt: skip
 GPU_ACC = 2.0**-16  # of the tensor cores' sums
 

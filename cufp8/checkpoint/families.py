@@ -132,7 +132,7 @@ FAMILIES = (
     ),
     Family(
         "DeepSeek FP8", "deepseek-ai/DeepSeek-V3, inference/kernel.py: the inverse multiplies", ("fp8",),
-        **{**_FP8, "scale": ".weight_scale_inv"}, blocks=(BLOCK, TENSOR),
+        **{**_FP8, "scale": ".weight_scale_inv"}, blocks=(BLOCK, TENSOR), inputs=".activation_scale",
     ),
     Family(
         "DeepSeek-V4 FP8", "deepseek-ai/DeepSeek-V4", ("fp8",),
@@ -179,14 +179,22 @@ FAMILIES = (
     ),
 )  # fmt: skip
 
-# What the tensors of a module may be besides: refused is what no layer here applies.
+# Tensors without which a module computes something else, and which no layer here applies -> why.
+_REFUSED = {
+    ".pre_quant_scale": "scales the activations, which no layer here does; fold it into the weights",
+    **dict.fromkeys(
+        (".svdquant_lora_a", ".svdquant_lora_b"),
+        "is half of a product that is added to y, which no layer here does; quantise without it",
+    ),
+}
+# What the tensors of a module may be.
 ROLES = {
     **{suffix: role for family in FAMILIES for suffix, role in family.suffixes.items()},
-    ".pre_quant_scale": "refused",
+    **dict.fromkeys(_REFUSED, "refused"),
     ".comfy_quant": "label",
 }
 STACKED = {family.codes for family in FAMILIES if family.stacked}
-_QUANTISED = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
+QUANTISED = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
 
 # What each algorithm of ModelOpt computes, as a scheme.
 _ALGORITHMS = {
@@ -195,9 +203,11 @@ _ALGORITHMS = {
     "FP8_PB_WO": "FP8A16",
     "NVFP4": "NVFP4",
     "NVFP4_AWQ": "NVFP4",
+    "NVFP4_SVD": "NVFP4",
     "W4A16_NVFP4": "NVFP4A16",
     "W4A8_NVFP4_FP8": "NVFP4_FP8",
     "MXFP4": "MXFP4",
+    "W4A8_MXFP4_FP8": "MXFP4_FP8",
     "MXFP8": "MXFP8",
 }
 
@@ -218,7 +228,7 @@ def is_evidence(suffix: str, tensor: Stored) -> bool:
     if suffix[0] == "_":  # such as "num_blocks": a name alone says little
         return role != "bias" and tensor.dtype in (*PACKED, *E8M0)
     if suffix == ".weight":
-        return tensor.dtype in _QUANTISED or (tensor.dtype in PACKED and len(tensor.shape) == 2)
+        return tensor.dtype in QUANTISED or (tensor.dtype in PACKED and len(tensor.shape) == 2)
     if suffix == ".scale":  # norms have one too
         return tensor.dtype == "F8_E8M0"
     return role in ("codes", "scale", "global_scale", "refused", "label")
@@ -270,7 +280,7 @@ class Config:
         if method is None and any("_quantization_metadata" in metadata for metadata in files.metadata.values()):
             method = "comfyui"
         excluded: dict[str, None] = {}
-        for key in ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers"):
+        for key in ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "exclude"):
             listed = content.get(key)
             excluded |= dict.fromkeys(p for p in (listed if isinstance(listed, list) else ()) if isinstance(p, str))
         return cls(method, content, tuple(excluded))
@@ -294,12 +304,16 @@ class Config:
         content = self.content
         if self.method == _CT:
             groups = self._groups
-            if len(groups) > 1:
-                groups = [g for g in groups if any(_matches(module, t) for t in g.get("targets") or ())] or groups[:1]
-            return _group_scheme(groups[0]) if groups else None
+            named = [g for g in groups if any(_matches(module, target) for target in _list(g.get("targets")))]
+            # Else by the class of the module, which is in no file: that of a layer with a weight [N, K].
+            named = named or [g for g in groups if "Linear" in _list(g.get("targets"))] or groups
+            return _group_scheme(named[0]) if named else None
         if self.method == _MODELOPT:
             layers = _dict(content.get("quantized_layers"))
-            algorithm = _dict(layers.get(module)).get("quant_algo") or content.get("quant_algo")
+            name = module
+            while name and name not in layers:  # what holds all experts may stand for them
+                name = name.rpartition(".")[0]
+            algorithm = _dict(layers.get(name)).get("quant_algo") or content.get("quant_algo")
             return _ALGORITHMS.get(algorithm.upper()) if isinstance(algorithm, str) else None
         if self.method == "fp8":
             if content.get("expert_dtype") == "fp4" and "experts." in module:
@@ -312,11 +326,11 @@ class Config:
     def excludes(self, module: str) -> str | None:
         """The entry of the exclusion list that names a module; None if none does.
 
-        Matched as the config's own library does: compressed-tensors by the whole name or `re:` and an expression,
-        ModelOpt by `*` and `?`, the others by whole parts of the name between dots.
+        Matched as the config's own library does: compressed-tensors by the whole name, ModelOpt by `*` and `?`, the
+        others by whole parts of the name between dots; behind `re:` an expression.
         """
         for pattern in self.excluded:
-            if self.method == _CT:
+            if self.method == _CT or pattern.startswith("re:"):
                 found = _matches(module, pattern)
             elif self.method == _MODELOPT:
                 found = fnmatch.fnmatchcase(module, pattern)
@@ -362,6 +376,8 @@ def expression(pattern: str) -> re.Pattern[str] | None:
 def _group_scheme(group: dict[str, Any]) -> str | None:
     weights, inputs = _dict(group.get("weights")), _dict(group.get("input_activations"))
     bits, size = weights.get("num_bits"), weights.get("group_size")
+    if weights.get("type") == "int":
+        return f"INT{bits}"
     if bits == 4:
         base = "NVFP4" if size == 16 else "MXFP4"
     elif bits == 8:
@@ -379,6 +395,10 @@ def _group_scheme(group: dict[str, Any]) -> str | None:
 
 def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -516,8 +536,7 @@ def _fit(module: str, family: Family, tensors: Mapping[str, Stored], config: Con
     for suffix in tensors:
         role = ROLES[suffix]
         if role == "refused":
-            text = "scales the activations, which no layer here does; fold it into the weights, or ignore the module"
-            raise _Misfit(6, text, tensor=suffix)
+            raise _Misfit(6, f"{_REFUSED[suffix]}, or leave the module out by ignore=", tensor=suffix)
         if role in ("codes", "scale", "global_scale") and suffix not in family.suffixes:
             text = f"is one tensor too many: {family.name} has no {suffix[1:]}, and no other family fits"
             raise _Misfit(6, text, tensor=suffix)

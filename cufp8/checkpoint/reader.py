@@ -155,8 +155,8 @@ class Entry:
             raise ValueError(f"linear: activations is {activations!r}; allowed are '16bit' and 'declared'.")
         options: dict[str, Any] = {}
         if activations == "declared":
-            scheme, inputs = self.declared, self.match.family.inputs
-            if scheme in STATIC and inputs and inputs not in self.tensors:
+            scheme, inputs = self.declared, self.match.family.inputs or ".input_scale"
+            if scheme in STATIC and inputs not in self.tensors:
                 raise CheckpointError(f"module {self.name!r}: {scheme} needs {self.module}{inputs}, which is missing.")
             if scheme not in SCHEMES or inputs == UPPER_BOUND:
                 raise ValueError(
