@@ -142,7 +142,8 @@ def test_e8m0_scales_that_were_converted_as_numbers_are_noticed(tmp_path: Path) 
 @pytest.mark.parametrize("n, k", [(576, 256), (587, 300), (1000, 128), (8, 4544), (1, 1), (128, 129)])
 @pytest.mark.parametrize("name", ["deepseek_v3", "ct_fp8_block", "modelopt_fp8_pb_wo", "deepseek_v4_dense"])
 def test_blocks_of_128_at_ragged_edges(tmp_path: Path, name: str, n: int, k: int) -> None:
-    """Model-Connect#1115: 1000 / 8 = 125 taken for the block; compressed-tensors#547, auto-round#747: not divisible."""
+    """Model-Connect#1115: 1000 / 8 = 125 taken for the block; compressed-tensors#547, auto-round#747: not divisible;
+    unsloth#6848: nor with e8m0 scales."""
     w = np.random.default_rng(2).standard_normal((n, k)).astype(np.float32)
     w *= 2.0 ** np.repeat(np.arange(-(-n // 128)) % 5, 128)[:n, None].astype(np.float32)  # each block another scale
     amax = files.block_amax(np.abs(w))
@@ -175,6 +176,34 @@ def test_projections_with_different_scales_are_told_and_not_merged(tmp_path: Pat
         np.testing.assert_array_equal(checkpoint[module].dequantize(), value.astype(np.float32))
     finding = only(found(tmp_path))
     assert finding.severity == "note" and "differ by a factor up to 5" in finding.what
+
+
+def test_projections_with_different_global_scales_are_fused_exactly(tmp_path: Path) -> None:
+    """vllm#47515, vllm#41769, auto-round#2379: one global scale for q, k and v of 1 : 2 : 5 makes two of them wrong."""
+    x = np.random.default_rng(5).standard_normal((6, files.K)).astype(np.float32)
+    layers, values = [], []
+    for i, factor in enumerate((1, 2, 5)):
+        made = files.families(W * np.float32(factor))[("modelopt_nvfp4", "ct_nvfp4", "modelopt_nvfp4")[i]]
+        layers.append(load(tmp_path / str(i), made)[files.LAYER].linear())
+        values.append(made.values[files.LAYER])
+    fused = cufp8.fuse(layers)
+    np.testing.assert_array_equal(fused.weight.dequantize(), np.concatenate(values).astype(np.float32))
+    assert len(np.unique(fused.weight.global_scale)) == 3
+    np.testing.assert_allclose(fused(x), np.concatenate([layer(x) for layer in layers], axis=1), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_keep_the_scale_of_their_block_when_projections_are_joined(tmp_path: Path) -> None:
+    """sglang#35703: rows of q, k and v were put elsewhere, and the scales of their blocks were not."""
+    layers, values = [], []
+    for i, n in enumerate((256, 128, 200)):
+        w = files.weight(n, 320, seed=i) * 2.0 ** np.repeat(np.arange(-(-n // 128)), 128)[:n, None]
+        made = files.families(w.astype(np.float32))["deepseek_v3"]
+        layers.append(load(tmp_path / str(i), made)[files.LAYER].linear())
+        values.append(made.values[files.LAYER])
+    fused = cufp8.fuse(layers)
+    np.testing.assert_array_equal(fused.weight.dequantize(), np.concatenate(values).astype(np.float32))
+    with pytest.raises(ValueError, match="fuse: layer 0 has 200 rows; all but the last need a multiple of 128"):
+        cufp8.fuse(layers[::-1])
 
 
 def test_a_missing_scale_of_activations_is_an_error_and_no_zero(tmp_path: Path) -> None:
@@ -286,6 +315,33 @@ def test_all_sixteen_codes_times_scales(tmp_path: Path) -> None:
     w = load(tmp_path, replace(made, tensors=tensors))[files.LAYER].dequantize()
     want = (blocks.FP4_VALUES[codes] * reference.VALUES[scale]).astype(np.float32)
     np.testing.assert_array_equal(w.view(np.uint32), want.view(np.uint32))  # with the sign of -0
+
+
+def test_values_beside_a_tie_go_to_the_nearest_code() -> None:
+    """tt-metal#51971: 0.25000006 became 0. Both sides of each tie between codes, and each code itself."""
+    up = np.nextafter(TIES := np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5]), np.float32(9))
+    row = np.concatenate(
+        [np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6]), TIES, up, np.nextafter(TIES, np.float32(0)), [0] * 3]
+    )
+    codes = [*range(8), 0, 2, 2, 4, 4, 6, 6, *range(1, 8), *range(7), 0, 0, 0]
+    q = cufp8.quantize(np.stack([row, -row]).astype(np.float32), "MXFP4A16")
+    assert q.scale.tolist() == [[127], [127]]
+    found_codes = blocks.unpack(q.codes, 32)
+    assert found_codes[0].tolist() == codes and found_codes[1].tolist() == [8 + code for code in codes]
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4A16", "MXFP4A16", "MXFP8A16"])
+def test_codes_are_those_of_the_scale_that_is_stored(scheme: str) -> None:
+    """transformers#46763: divided by the scale before it was rounded. No other code is nearer with the stored one."""
+    q, w = cufp8.quantize(W, scheme), W.astype(np.float64)
+    size = q.block[1]
+    scale = files.power(q.scale) if q.scale_dtype == "float8_e8m0fnu" else reference.VALUES[q.scale] * q.global_scale
+    scale = files.spread(scale, *W.shape, 1, size)
+    codes = reference.VALUES[~np.isnan(reference.VALUES)] if scheme == "MXFP8A16" else blocks.FP4_VALUES
+    least = np.full(W.shape, np.inf)
+    for value in codes:
+        least = np.minimum(least, np.abs(w - value * scale))
+    assert (np.abs(w - q.dequantize("float64")) <= least + 2.0**-22 * np.abs(w)).all()
 
 
 @pytest.mark.parametrize("n", [1, 8, 72, 96, 1856])
