@@ -18,7 +18,7 @@ import reference_blocks as blocks
 
 import cufp8
 from cufp8 import cli
-from cufp8.checkpoint import CheckpointError, check
+from cufp8.checkpoint import CheckpointError, check, show
 from cufp8.checkpoint.families import Config
 
 MADE = files.families()
@@ -527,7 +527,9 @@ def test_static_activations_without_their_scale_are_an_error(tmp_path: Path, nam
 @pytest.mark.parametrize("label", [b'{"format": "nvfp4"}', b"{", b"[1]", b"\xff", b'{"format": ["x"]}', b"null"])
 def test_another_format_of_comfyui_is_refused(tmp_path: Path, label: bytes) -> None:
     made = MADE["comfyui"].with_tensor("blocks.0.q.comfy_quant", files.tensor("U8", np.frombuffer(label, np.uint8)))
-    with pytest.raises(CheckpointError, match="comfy_quant.*the one that is read is 'float8_e4m3fn'"):
+    with pytest.raises(
+        CheckpointError, match="comfy_quant.*convert it to the one that is read, 'float8_e4m3fn'.*ignore="
+    ):
         load(tmp_path, made)["blocks.0.q"].weight  # noqa: B018
 
 
@@ -575,6 +577,26 @@ def test_the_readmes_lines_run(tmp_path: Path) -> None:
     assert names["layer"].shape == names["w"].shape == (files.N, files.K) and names["norm"].shape == (files.K,)
 
 
+def test_the_readmes_output_is_that_of_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made, tensors = MADE["modelopt_nvfp4"], {"lm_head.weight": files.bf16(np.ones((1000, 256)))}
+    for i, name in enumerate(("gate_proj", "down_proj") * 3):
+        part = of(f"model.layers.{i // 2}.mlp.{name}", files.weight(512, 256, seed=i), "modelopt_nvfp4")
+        tensors |= {n: t for n, t in part.items() if not n.endswith(".bias")}
+    files.write(tmp_path / "good", replace(made, tensors=tensors))
+    dtype, shape, data = tensors["model.layers.1.mlp.down_proj.weight_scale"]
+    at = 18 * shape[1] + 3
+    broken = {**tensors, "lm_head.input_scale": files.f32(1, ())}
+    broken["model.layers.1.mlp.down_proj.weight_scale"] = dtype, shape, data[:at] + b"\x7f" + data[at + 1 :]
+    del broken["model.layers.2.mlp.gate_proj.weight_scale_2"]
+    files.write(tmp_path / "bad", replace(made, tensors=broken))
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"\n\n```\n(.*?\n)```\n", readme, re.DOTALL)
+    inspected, checked = run(capsys, "inspect", tmp_path / "good"), run(capsys, "check", tmp_path / "bad", code=1)
+    assert checked == next(block for block in shown if block.startswith("error: "))
+    for line in next(block for block in shown if block.startswith("model.")).splitlines():
+        assert line.split("; served by")[0] in inspected
+
+
 # The commands
 
 
@@ -591,7 +613,7 @@ def test_check_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     made = MADE["ct_nvfp4"]
     good, bad = files.write(tmp_path / "good", made), tmp_path / "bad"
     files.write(bad, made.without(files.LAYER + ".weight_scale"))
-    assert "MB looked at: 0 errors, 0 warnings, 0 notes" in run(capsys, "check", good)
+    assert "kB looked at: 0 errors, 0 warnings, 0 notes" in run(capsys, "check", good)
     assert not json.loads(run(capsys, "check", good, "--json"))["findings"]
     text = " ".join(run(capsys, "check", bad, code=1).split())
     assert "weight_scale: is missing" in text and "1 error" in text
@@ -601,10 +623,72 @@ def test_check_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(run(capsys, "check", bad, "--json", "--ignore", "*.down_proj"))["errors"] == 0
     (bad / "model.safetensors").write_bytes(b"\xff" * 20)
     assert json.loads(run(capsys, "check", bad, "--json", code=1))["errors"] == 1
+    (finding,) = json.loads(run(capsys, "check", bad, "--json", code=1))["findings"]
+    assert finding["file"] == str(bad / "model.safetensors") and "get the file again" in finding["todo"]
     done = command("check", tmp_path / "nowhere")
     assert (
         done.returncode == 1 and "cannot be opened" in " ".join(done.stdout.split()) and "Traceback" not in done.stderr
     )
+
+
+def broken(folder: Path) -> dict[str, Path]:
+    """What cannot be opened, each in its way."""
+    made = {name: folder / name for name in ("cut", "dtype", "loop", "link", "config", "nothing", "index")}
+    for name in ("cut", "dtype", "config"):
+        files.write(made[name], MADE["modelopt_fp8"])
+    file = made["cut"] / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    file = made["dtype"] / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"F8_E4M3", b"F8_E3M4"))
+    (made["config"] / "config.json").write_text("{")
+    for name in ("loop", "nothing", "index"):
+        made[name].mkdir()
+    (made["loop"] / "a.safetensors").symlink_to("b.safetensors")
+    (made["loop"] / "b.safetensors").symlink_to("a.safetensors")
+    made["link"].symlink_to("link")
+    (made["index"] / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../x.safetensors"}}')
+    return made
+
+
+@pytest.mark.parametrize(
+    "name, where, tensor, words",
+    [
+        ("cut", "cut/model.safetensors", files.OTHER, "bytes of data follow the header; the file is cut short"),
+        ("dtype", "dtype/model.safetensors", f"{files.LAYER}.weight", "'F8_E3M4'; known are"),
+        ("loop", "loop/a.safetensors", "", "Too many levels of symbolic links"),
+        ("link", "link", "", "Too many levels of symbolic links"),
+        ("config", "config/config.json", "", "repair it, or move it away"),
+        ("nothing", "nothing", "", "holds neither *.safetensors nor"),
+        ("index", "index/model.safetensors.index.json", "w", "allowed is a plain file name"),
+    ],
+)
+def test_what_cannot_be_opened_is_told_once_and_in_json_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, where: str, tensor: str, words: str
+) -> None:
+    path = broken(tmp_path)[name]
+    (finding,) = json.loads(run(capsys, "check", path, "--json", code=1))["findings"]
+    assert finding["file"] == str(tmp_path / where) and words in finding["what"]
+    assert finding["tensor"].startswith(tensor) and bool(finding["tensor"]) == bool(tensor)
+    text = run(capsys, "check", path, code=1)
+    assert words in text and text.count(str(tmp_path)) <= 1 and "1 error" in text
+    facts = json.loads(run(capsys, "inspect", path, "--json", code=1))
+    assert facts["path"] == str(path) and words in facts["error"]
+    assert cli.main(["inspect", str(path)]) == 1
+    said = capsys.readouterr()
+    assert not said.out and said.err.startswith("cufp8: ") and words in said.err
+
+
+@pytest.mark.parametrize("nbytes, text", [(0, "0.0 kB"), (6_800, "6.8 kB"), (1e5, "0.1 MB"), (1e9, "1.0 GB")])
+def test_sizes(nbytes: float, text: str) -> None:
+    assert show._size(int(nbytes)) == text
+
+
+def test_several_patterns_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the path as well as behind it."""
+    tensors = of("a", W) | of("b", W) | of("c", W)
+    path = files.write(tmp_path, replace(MADE["modelopt_fp8"], tensors=tensors))
+    text = run(capsys, "inspect", "--ignore", "a", path, "--ignore", "b")
+    assert text.startswith("c\n") and "1 quantised module, 8 other tensors of" in text
 
 
 def test_warnings_alone_are_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -630,8 +714,10 @@ def test_inspect_command(tmp_path: Path, name: str, capsys: pytest.CaptureFixtur
     for module in result["modules"]:
         assert (module["family"], module["declared"]) == (made.family, made.declared)
         assert module["shape"] == [files.N, files.K] and 0 < module["scale_min"] <= module["scale_max"] < 1
-    text = " ".join(run(capsys, "inspect", tmp_path).split())
-    assert f"{made.family}: 200 x 320, a scale for " in text and f"made for {made.declared}" in text
+    text = run(capsys, "inspect", tmp_path)
+    each = "one scale, |a scale a row, |a scale for (1 x 16|1 x 32|128 x 128), "
+    assert re.search(f"{re.escape(made.family)}: 200 x 320, ({each})", text) and f"made for {made.declared}" in text
+    assert f"; the config says {made.config['quant_method'] if made.config else ''}" in text
 
 
 def test_inspect_names_the_kernels_of_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,10 @@ def check(
     try:
         checkpoint = load(path, ignore=ignore)
     except CheckpointError as error:
-        yield Finding("error", str(path), "", None, str(error), "get the file again, or make it again")
+        what = error.what or str(error)
+        if error.tensor:
+            what += f" (in {Path(error.file).name})"
+        yield Finding("error", error.file or str(path), error.tensor, None, what, error.todo)
         return
     with checkpoint:
         yield from _check(checkpoint, progress)

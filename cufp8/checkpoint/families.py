@@ -29,6 +29,7 @@ TENSOR, CHANNEL, BLOCK = (-1, -1), (1, -1), (128, 128)
 FLOAT, E8M0, E4M3 = ("F32", "BF16", "F16"), ("U8", "F8_E8M0"), ("F8_E4M3",)
 PACKED = ("U8", "I8", "F4")
 _CONFIG_MAX = 64 << 20  # bytes
+_LEAVE_OUT = "or leave the module out (ignore=, --ignore)"
 _TILE = 1 << 20  # codes or scales looked at at once
 
 
@@ -412,11 +413,11 @@ def _json(path: Path) -> dict[str, Any]:
             raise ValueError(f"it is longer than {_CONFIG_MAX} bytes")
         content = json.loads(text.decode("utf-8"))
     except RecursionError:
-        raise CheckpointError(f"{path}: is JSON nested too deeply; repair it, or move it away") from None
+        raise CheckpointError.of(path, "is JSON nested too deeply; repair it, or move it away") from None
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}; repair it, or move it away") from None
+        raise CheckpointError.of(path, f"cannot be read: {error}; repair it, or move it away") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: is a JSON {type(content).__name__}; an object is needed")
+        raise CheckpointError.of(path, f"is a JSON {type(content).__name__}; an object is needed")
     return content
 
 
@@ -486,18 +487,15 @@ def recognise(module: str, tensors: Mapping[str, Stored], config: Config) -> Mat
         or_else = "".join(f" (or {name})" for name in list(names)[1:])
         raise wrong(
             where,
-            f"is missing{or_else} beside {here}; get the file that has it, or leave the module out by ignore=",
+            f"is missing{or_else} beside {here}; get the file that has it, {_LEAVE_OUT}",
             next(iter(names)),
         )
-    raise wrong(tensors[first.tensor] if first.tensor else where, first.text)
+    raise wrong(tensors[first.tensor] if first.tensor else where, f"{first.text}, {_LEAVE_OUT}")
 
 
 def wrong(tensor: Stored, what: str, name: str | None = None) -> CheckpointError:
     """The error about a tensor, or about one of that name which should lie in its file."""
-    name = tensor.name if name is None else name
-    error = CheckpointError(f"{tensor.file}: tensor {name!r}: {what}")
-    error.tensor, error.what = name, what
-    return error
+    return CheckpointError.of(tensor.file, what, tensor.name if name is None else name)
 
 
 def _comfy_label(module: str, tensors: Mapping[str, Stored]) -> bool:
@@ -510,10 +508,8 @@ def _comfy_label(module: str, tensors: Mapping[str, Stored]) -> bool:
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         said = None
     if said != "float8_e4m3fn":
-        text = (
-            f"names the format {said!r:.80}; the one that is read is 'float8_e4m3fn'. Leave the module out by ignore="
-        )
-        raise wrong(label, text)
+        text = f"names the format {said!r:.80}; convert it to the one that is read, 'float8_e4m3fn'"
+        raise wrong(label, f"{text}, {_LEAVE_OUT}")
     return True
 
 
@@ -523,7 +519,7 @@ def _fit(module: str, family: Family, tensors: Mapping[str, Stored], config: Con
         if found is None:
             raise _Misfit(step, missing=suffix)
         if found.dtype not in dtypes:
-            text = f"is {found.dtype}; {family.name} needs {' or '.join(dtypes)}"
+            text = f"is {found.dtype}; {family.name} needs {' or '.join(dtypes)}: correct the file"
             raise _Misfit(step + 1, text, tensor=suffix)
         return found
 
@@ -532,20 +528,26 @@ def _fit(module: str, family: Family, tensors: Mapping[str, Stored], config: Con
     if family.global_scale:
         g = has(4, family.global_scale, FLOAT)
         if g.shape not in ((), (1,), (1, 1)):
-            raise _Misfit(7, f"has shape {list(g.shape)}; needed is one number", tensor=family.global_scale)
+            raise _Misfit(
+                7, f"has shape {list(g.shape)}; needed is one number: correct the file", tensor=family.global_scale
+            )
     for suffix in tensors:
         role = ROLES[suffix]
         if role == "refused":
-            raise _Misfit(6, f"{_REFUSED[suffix]}, or leave the module out by ignore=", tensor=suffix)
+            raise _Misfit(6, _REFUSED[suffix], tensor=suffix)
         if role in ("codes", "scale", "global_scale") and suffix not in family.suffixes:
-            text = f"is one tensor too many: {family.name} has no {suffix[1:]}, and no other family fits"
+            text = (
+                f"is one tensor too many: {family.name} has no {suffix[1:]}, and no other family fits; correct the file"
+            )
             raise _Misfit(6, text, tensor=suffix)
     shape, experts = _shape(family, codes)
     scale_shape = scale.shape
     if experts is not None:
         if scale_shape[:1] != (experts,):
             raise _Misfit(
-                7, f"has shape {list(scale_shape)}; {experts} experts need [{experts}, ...]", tensor=family.scale
+                7,
+                f"has shape {list(scale_shape)}; {experts} experts need [{experts}, ...]: correct the file",
+                tensor=family.scale,
             )
         scale_shape = scale_shape[1:]
     allowed: list[list[int]] = []
@@ -556,11 +558,13 @@ def _fit(module: str, family: Family, tensors: Mapping[str, Stored], config: Con
             allowed.append(list(wanted))
             if scale_shape == wanted:
                 if block not in family.blocks:
-                    text = f"belongs to blocks of {block[0]} x {block[1]}, says the config; read are 128 x 128"
+                    text = (
+                        f"belongs to blocks of {block[0]} x {block[1]}, says the config; read are 128 x 128: convert it"
+                    )
                     raise _Misfit(8, text, tensor=family.scale)
                 return Match(family, shape, experts, block, swizzled)
     text = f"has shape {list(scale.shape)}; the weight {list(shape)} of {family.name} needs "
-    text += " or ".join(map(str, allowed)) + (" for each expert" if experts is not None else "")
+    text += " or ".join(map(str, allowed)) + (" for each expert" if experts is not None else "") + ": correct the file"
     raise _Misfit(7, text, tensor=family.scale)
 
 
@@ -574,7 +578,8 @@ def _shape(family: Family, codes: Stored) -> tuple[tuple[int, int], int | None]:
             return (shape[1], shape[2] * 32), shape[0]
     elif len(shape) == 2 and 0 not in shape:
         return (shape[0], shape[1] * per_byte), None
-    raise _Misfit(7, f"has shape {list(shape)}; {family.name} needs {wanted}, each at least 1", tensor=family.codes)
+    text = f"has shape {list(shape)}; {family.name} needs {wanted}, each at least 1: correct the file"
+    raise _Misfit(7, text, tensor=family.codes)
 
 
 def experts_in(codes: Stored) -> int:

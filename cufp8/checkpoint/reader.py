@@ -244,8 +244,8 @@ class Checkpoint(Mapping[str, Entry]):
             for expert in range(experts) if experts else (None,):
                 name = module if expert is None else f"{module}.{expert}"
                 if name in self._entries:
-                    both = f"module {name!r} is there by itself and as an expert of another; leave one out by ignore="
-                    raise CheckpointError(f"{files.path}: {both}")
+                    both = "is there by itself and as an expert of another; leave one out (ignore=, --ignore)"
+                    raise CheckpointError.of(files.path, f"module {name!r} {both}")
                 self._entries[name] = Entry(name, module, expert, tensors, config, device)
         self.arrays: Mapping[str, np.ndarray] = _Arrays(files, dict.fromkeys(n for n in files if n not in owned))
 
