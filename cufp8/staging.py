@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 THREADS = 8  # at most; one copies 8 to 12 GB/s, and PCIe 5.0 takes 55
-SLICE_BYTES = 2 << 20  # of a buffer
+SLICE_BYTES = 1 << 20  # of a buffer: the bus waits until the first are full, and each copy takes some time to start
 LEAST_BYTES = 1 << 20  # below this the threads would cost more time than they save
 _HOST_TO_DEVICE, _PINNED = 1, 1  # cudaMemcpyKind, cudaMemoryType
 
@@ -46,8 +46,9 @@ class Staging:
             self._stream = cupy.cuda.Stream(non_blocking=True)
             pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(self.nbytes), np.uint8, self.nbytes)
             events = [cupy.cuda.Event(block=True, disable_timing=True) for _ in range(2 * threads)]
-        buffers = list(zip(pinned.reshape(-1, slice_bytes), events, strict=True))
-        self._pairs: SimpleQueue[list[Any]] = SimpleQueue()  # of buffers, each with the event of its last copy
+        # Each with its address and the event of its last copy.
+        buffers = [(b, b.ctypes.data, e) for b, e in zip(pinned.reshape(-1, slice_bytes), events, strict=True)]
+        self._pairs: SimpleQueue[list[Any]] = SimpleQueue()
         for i in range(0, len(buffers), 2):
             self._pairs.put(buffers[i : i + 2])
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cufp8-staging")
@@ -91,11 +92,11 @@ class Staging:
             with cupy.cuda.Device(self.device):
                 for start in starts:
                     pair.reverse()
-                    buffer, sent = pair[0]
+                    buffer, address, sent = pair[0]
                     part = source[start : start + self.slice_bytes]
                     sent.synchronize()  # what the buffer held before has left it
                     buffer[: part.size] = part  # without the GIL
-                    copy(destination + start, buffer.ctypes.data, part.size, _HOST_TO_DEVICE, self._stream.ptr)
+                    copy(destination + start, address, part.size, _HOST_TO_DEVICE, self._stream.ptr)
                     sent.record(self._stream)
         finally:
             self._pairs.put(pair)

@@ -14,7 +14,7 @@ import pytest
 import reference
 
 import cufp8
-from cufp8.checkpoint import CheckpointError, check
+from cufp8.checkpoint import CheckpointError, check, families
 from cufp8.checkpoint.families import FAMILIES, ROLES
 
 MADE = files.families()
@@ -187,6 +187,26 @@ def test_family_on_a_gpu(tmp_path: Path, rng: np.random.Generator, name: str, x_
                 exact = seen @ values.T + bias, np.abs(seen) @ np.abs(values).T + np.abs(bias)
                 for y in (layer(x), on_cpu(x)):
                     reference.assert_scaled_close(y, exact, x_dtype, GPU_ACC)
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_codes_that_go_to_a_gpu_are_looked_through_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nan: bool
+) -> None:
+    """As if there was one: the host reads them only where it has found NaN, for the message."""
+    made, seen = MADE["deepseek_v3"], []
+    dtype, shape, data = made.tensors[files.LAYER + ".weight"]
+    if nan:
+        made = made.with_tensor(files.LAYER + ".weight", (dtype, shape, b"\x7f" + data[1:]))
+    entry, look = load(tmp_path, made)[files.LAYER], families.fault_of
+    monkeypatch.setattr(families, "fault_of", lambda tensor, role: seen.append(role) or look(tensor, role))
+    monkeypatch.setattr(cufp8.QuantizedTensor, "to", lambda self, device: seen.append(device) or self)
+    if nan:
+        with pytest.raises(CheckpointError, match=r"1 of 64000 codes are NaN, the first at \[0, 0\]"):
+            families.build(entry.match, entry.tensors, device="cuda:0")
+    else:
+        families.build(entry.match, entry.tensors, device="cuda:0")
+    assert seen == ["scale", "cuda:0", *["codes"] * nan]
 
 
 @pytest.mark.gpu
