@@ -131,6 +131,7 @@ def to_gpu(a: Any) -> Any:
     if runtime.pointerGetAttributes(a.ctypes.data).type == _PINNED:
         out = cupy.empty(a.shape, a.dtype)
         out.set(a)
+        cupy.cuda.get_current_stream().synchronize()
         return out
     device = runtime.getDevice()
     with _making:

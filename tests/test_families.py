@@ -276,6 +276,33 @@ def test_nothing_is_mapped_before_it_is_asked_for_and_views_outlive_the_files(tm
         entry.weight  # noqa: B018
 
 
+def test_what_only_modelopts_own_file_says(tmp_path: Path) -> None:
+    """hf_quant_config.json without a quantization_config in config.json, as MXFP8 has it."""
+    for i, (name, family) in enumerate((("modelopt_mxfp8", "ModelOpt MXFP8"), ("modelopt_fp8_pb_wo", "ModelOpt FP8"))):
+        made = replace(MADE[name], config=None)
+        entry = load(tmp_path / str(i), made)[files.LAYER]
+        assert (entry.family, entry.declared) == (family, made.declared)
+
+
+def test_scales_of_the_cache_are_plain_arrays(tmp_path: Path) -> None:
+    """k_scale and v_scale beside the projections belong to no weight."""
+    made, scale = MADE["modelopt_fp8"], files.f32(0.5, ())
+    for name in ("k_proj.k_scale", "v_proj.v_scale", "k_scale"):
+        made = made.with_tensor(f"model.layers.0.self_attn.{name}", scale)
+    made = made.with_tensor(files.LAYER + ".k_scale", scale)
+    checkpoint = load(tmp_path, made)
+    assert list(checkpoint) == [files.LAYER] and len(checkpoint.arrays) == 5
+    assert not findings(tmp_path, made)
+
+
+def test_fbgemms_bound_may_be_a_tensor(tmp_path: Path) -> None:
+    made = MADE["fbgemm_fp8"].with_tensor(files.LAYER + ".input_scale_ub", files.f32(1200, (1,)))
+    entry = load(tmp_path, made)[files.LAYER]
+    assert entry.linear().scheme == "FP8A16" and not findings(tmp_path, made)
+    with pytest.raises(ValueError, match="whose activations no layer quantises yet"):
+        entry.linear(activations="declared")
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 100_000], ids=["cut", "list", "bytes", "deep"])
 def test_a_config_that_is_none(tmp_path: Path, content: bytes) -> None:
     folder = files.write(tmp_path, MADE["modelopt_fp8"])

@@ -57,6 +57,8 @@ class LateGpu:
                 event.record()
                 return event
 
+            def synchronize(self) -> None: ...
+
             def wait_event(self, event: Event) -> None:
                 outer.waited.append(event)
 
