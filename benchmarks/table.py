@@ -232,11 +232,30 @@ def import_times(data: Results) -> list[str]:
     return ["Start of a process:", "", *layout(["until", "s"], lines)]
 
 
+def load_times(data: Results) -> list[str]:
+    rows = {row["contender"]: row for row in data["rows"]}
+    lines = []
+    for row in rows.values():
+        note = row["note"]
+        if "gb_s" in note:
+            line = [note["what"], f"{note['gb_s']:.1f}", f"{100 * note['share']:.0f} %", f"{note['anonymous_mib']:.0f}"]
+            lines.append(line)
+    note = data["rows"][0]["note"]
+    text = (
+        f"A checkpoint of {note['bytes'] / 1e9:.1f} GB in {note['shards']} files, in the page cache, to "
+        f"{note['layers']} finished layers on the GPU; MiB by which the process's memory beside files grew."
+    )
+    if "cufp8-open" in rows:
+        text += f" To open it takes {rows['cufp8-open']['time_us'] / 1e3:.1f} ms a file."
+    return [text, "", *layout(["", "GB/s", "of the pinned copy", "MiB"], lines)]
+
+
 SECTIONS: dict[str, Callable[[Results], list[str]]] = {
     "linear": linear,
     "decode_step": decode_step,
     "host": host,
     "quantize": quantize,
+    "load": load_times,
     "import": import_times,
     "compile": compile_times,
 }

@@ -82,7 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "path", type=Path, metavar="PATH", help="safetensors file, folder, or folder of the hub's cache"
         )
         command.add_argument(
-            "--ignore", nargs="+", default=[], metavar="GLOB", help="modules to leave out, such as '*.lm_head'"
+            "--ignore",
+            action="append",
+            default=[],
+            metavar="GLOB",
+            help="modules to leave out, such as '*.lm_head'; once for each pattern",
         )
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(run=does)
@@ -133,10 +137,16 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from cufp8.checkpoint import load, show
+    from cufp8.checkpoint import CheckpointError, load, show
 
-    with load(args.path, ignore=args.ignore) as checkpoint:
-        return show.inspect(checkpoint, json=args.json)
+    try:
+        with load(args.path, ignore=args.ignore) as checkpoint:
+            return show.inspect(checkpoint, json=args.json)
+    except CheckpointError as error:
+        if not args.json:
+            raise
+        print(json.dumps({"path": str(args.path), "error": str(error)}, indent=2))
+        return 1
 
 
 def _check(args: argparse.Namespace) -> int:

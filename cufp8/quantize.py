@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cufp8 import interop, kernels, runtime
+from cufp8 import interop, kernels, runtime, staging
 from cufp8.block_scaled import E8M0_RULES, Wrong, quantize_blocks, tiles
 from cufp8.formats import ACTIVATIONS, BLOCKS, FLOATS, FORMATS, SCALE_MIN, SCHEMES, Format, Scheme
 from cufp8.formats import scheme as scheme_of
@@ -161,6 +161,11 @@ class QuantizedTensor:
                 "a weight may have none, activations may: QuantizedTensor(..., activations=True)."
             )
 
+    def has_nan(self) -> bool:
+        """Whether a code is NaN or Inf; they are looked through where they lie."""
+        fmt = FORMATS[self.dtype]
+        return not np.isfinite(fmt.table).all() and _find_nan(self.codes, fmt).count > 0
+
     @property
     def device(self) -> str:
         """ "cpu" or "cuda:i"."""
@@ -183,7 +188,7 @@ class QuantizedTensor:
             return here if device == "cpu" else here.to(device)
         cupy, index = _gpu(device)
         with cupy.cuda.Device(index):
-            return self._moved(cupy.asarray)
+            return self._moved(staging.to_gpu)
 
     def _moved(self, move: Callable[[Any], Any]) -> QuantizedTensor:
         return QuantizedTensor(
@@ -335,7 +340,7 @@ def quantize_to(w: Any, device: str, scheme: str = "FP8A16") -> QuantizedTensor:
     with cupy.cuda.Device(index):
         codes, scale, wrong = cupy.empty((n, k), np.uint8), cupy.empty((n, 1), np.float32), Wrong(k)
         for r in _row_chunks(a.shape, _STAGE_BYTES // a.dtype.itemsize):
-            part = cupy.asarray(np.ascontiguousarray(a[r]).view(f"u{a.dtype.itemsize}")).view(_cupy_dtype(a.dtype))
+            part = staging.to_gpu(np.ascontiguousarray(a[r]).view(f"u{a.dtype.itemsize}")).view(_cupy_dtype(a.dtype))
             found = _quantize_gpu(part, index, cupy.cuda.get_current_stream().ptr, codes[r], scale[r])[2]
             if found.count:
                 wrong = Wrong(k, wrong.count + found.count, wrong.first if wrong.count else r.start * k + found.first)

@@ -58,7 +58,11 @@ class Made:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Those of `scales` that scale activations."""
-        return tuple(s for s in self.scales if s.endswith((".input_scale", ".input_global_scale", ".scale_input")))
+        return tuple(
+            s
+            for s in self.scales
+            if s.endswith((".input_scale", ".input_global_scale", ".scale_input", ".activation_scale"))
+        )
 
     def without(self, name: str) -> Made:
         return replace(self, tensors={n: t for n, t in self.tensors.items() if n != name})
@@ -222,6 +226,11 @@ def families(w: np.ndarray | None = None) -> dict[str, Made]:
         ".weight": tensor("F8_E4M3", codes), ".weight_scale_inv": bf16(block),
     }, reference.VALUES[codes] * spread(t, n, k),
         config={**deepseek, "modules_to_not_convert": ["lm_head"]})  # fmt: skip
+    t = cut(s)
+    add("ministral_fp8", "DeepSeek FP8", "FP8", {
+        ".weight": tensor("F8_E4M3", e4m3(w, t)), ".weight_scale_inv": bf16(s, ()), ".activation_scale": bf16(0.05, ()),
+    }, reference.VALUES[e4m3(w, t)] * t,
+        config={"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None})  # fmt: skip
     e = blocks.e8m0(blocks.fp32(block_amax(amax)), "RCEIL", "float8_e4m3fn")
     codes = e4m3(w, spread(power(e), n, k))
     add("deepseek_v4_dense", "DeepSeek-V4 FP8", "FP8_BLOCK", {
@@ -244,7 +253,10 @@ def families(w: np.ndarray | None = None) -> dict[str, Made]:
     add("modelopt_fp8_pb_wo", "ModelOpt FP8", "FP8A16", {
         **blocked, ".weight_scale": f32(block[:, None, :, None]),
     }, block_values, **_modelopt("fp8_pb_wo"))  # fmt: skip
-    add("fbgemm_fp8", "fbgemm FP8", "FP8_DYNAMIC", {**channel, ".weight_scale": f32(row)}, row_values,
+    by_row = {**channel, ".weight_scale": f32(row)}
+    add("ct_fp8_channel_f32", "compressed-tensors FP8", "FP8_DYNAMIC", by_row, row_values,
+        config=_ct("float-quantized", {**bits8, "strategy": "channel"}, token))  # fmt: skip
+    add("fbgemm_fp8", "fbgemm FP8", "FP8_DYNAMIC", by_row, row_values,
         config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})  # fmt: skip
     label = tensor("U8", np.frombuffer(b'{"format": "float8_e4m3fn"}', np.uint8))
     add("comfyui", "ComfyUI FP8", "FP8", {**one, ".comfy_quant": label}, one_values, module="blocks.0.q",

@@ -43,6 +43,7 @@ table = _module("table")
 rivals = _module("rivals")
 bench_linear = _module("bench_linear")
 bench_decode = _module("bench_decode")
+bench_load = _module("bench_load")
 
 RUN = {
     "date": "2026-11-30T10:00:00+00:00",
@@ -223,6 +224,7 @@ def test_rivals_and_float16_get_columns(folder: Path, data: dict[str, Any]) -> N
 
 def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
     bare = {"m": None, "n": None, "k": None}
+    loaded = {"bytes": 2_000_000_000, "shards": 2, "layers": 34, "anonymous_mib": 48.4}
     shared = {"w_dtype": "bfloat16", "tb_s": 3.0, "copy_share": 0.86, "fused": False}
     more = {
         "host": [_row("cufp8", 12.0, note={"what": "`layer(x)`"}), _row("cufp8", 13.0, 16)],
@@ -236,6 +238,11 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
             _row("torch-linear-bf16", 3500.0, 8, n=None, k=None),
         ],
         "import": [_row("cufp8-import", 2e5, **bare, note={"what": "`import cufp8` done"})],
+        "load": [
+            _row("pinned-copy", 4e4, **bare, note={**loaded, "what": "a copy", "gb_s": 50.0, "share": 1.0}),
+            _row("cufp8", 5e4, **bare, note={**loaded, "what": "`entry.linear()`", "gb_s": 40.0, "share": 0.8}),
+            _row("cufp8-open", 1500.0, **bare, note={**loaded, "what": "`cufp8.load(folder)`, a shard"}),
+        ],
     }
     for bench, rows in more.items():
         one = {**data, "rows": rows}
@@ -248,6 +255,9 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
         "| 8 | **2.00** | 3.50 | 88 % | 4,000 |  | 3.50 | 1.75x |",
         "| `mma_sync` | 2.00 |",
         "| `import cufp8` done | 0.20 |",
+        "A checkpoint of 2.0 GB in 2 files, in the page cache, to 34 finished layers on the GPU;",
+        "To open it takes 1.5 ms a file.",
+        "| `entry.linear()` | 40.0 | 80 % | 48 |",
     ):
         assert line in text
 
@@ -636,6 +646,49 @@ def test_a_decoding_step_feeds_each_layer_the_one_before(host: _HostSession, mon
 def test_llamas_layers() -> None:
     assert sum(n * k for n, k in bench_decode.BLOCK.values()) * bench_decode.DEPTH == 6_979_321_856
     assert bench_decode.HEAD == (128256, 4096)
+
+
+# --- loading ---------------------------------------------------------------------------------------------
+
+
+def test_loading_is_measured_and_its_memory_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, with layers in small: what the rows say, not how fast it is."""
+    for name, value in {"N": 256, "K": 128, "LAYERS": 5, "ROUNDS": 2}.items():
+        monkeypatch.setattr(bench_load, name, value)
+    load, ballast = cufp8.load, 32 << 20
+    monkeypatch.setattr(bench_load.cufp8, "load", lambda path, device=None: load(path, device="cpu"))
+
+    def layers(folder: Path, threads: int) -> float:
+        held = np.ones(ballast if threads == 1 else 1, np.uint8)
+        with cufp8.load(folder) as checkpoint:
+            assert [entry.linear().shape for entry in checkpoint.values()] == [(256, 128)] * 5
+        return 1e-3 * threads + 0.0 * held[0]
+
+    monkeypatch.setattr(bench_load, "load_all", layers)
+    monkeypatch.setattr(bench_load, "pinned_copy", lambda nbytes: lambda: None)
+    monkeypatch.setattr(bench_load, "timed", lambda call: 0.5e-3)
+
+    class Session:
+        written: list[Any] = []  # noqa: RUF012
+
+        def forget(self) -> None: ...
+
+        def row(self, name: str, measured: Any, **problem: Any) -> dict[str, Any]:
+            return {"contender": name, "note": measured.note, "time_us": measured.time_us}
+
+        def write(self, bench: str, rows: list[Any]) -> None:
+            assert bench == "load"
+            self.written += rows
+
+    done = bench_load.group(Session(), tmp_path)
+    assert list(done) == list(bench_load.WHAT) and all(len(one.seconds) == 2 for one in done.values())
+    nbytes = 5 * (256 * 128 + 4 * 256)
+    assert {one.note["bytes"] for one in done.values()} == {nbytes}
+    assert [done[name].note["share"] for name in ("pinned-copy", "cufp8", "cufp8-two-threads")] == [1.0, 0.5, 0.25]
+    assert done["cufp8"].note["anonymous_mib"] >= 31 > done["pinned-copy"].note["anonymous_mib"]
+    assert "gb_s" not in done["cufp8-open"].note
+    text = "\n".join(table.load_times({"rows": Session.written}))
+    assert "5 finished layers" in text and "| `entry.linear()` of each module | 0.2 | 50 % |" in text
 
 
 # --- what `cufp8 bench` prints -----------------------------------------------------------------------------

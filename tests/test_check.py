@@ -18,7 +18,8 @@ import reference_blocks as blocks
 
 import cufp8
 from cufp8 import cli
-from cufp8.checkpoint import CheckpointError, check
+from cufp8.checkpoint import CheckpointError, check, show
+from cufp8.checkpoint.families import Config
 
 MADE = files.families()
 W = files.weight()
@@ -141,7 +142,8 @@ def test_e8m0_scales_that_were_converted_as_numbers_are_noticed(tmp_path: Path) 
 @pytest.mark.parametrize("n, k", [(576, 256), (587, 300), (1000, 128), (8, 4544), (1, 1), (128, 129)])
 @pytest.mark.parametrize("name", ["deepseek_v3", "ct_fp8_block", "modelopt_fp8_pb_wo", "deepseek_v4_dense"])
 def test_blocks_of_128_at_ragged_edges(tmp_path: Path, name: str, n: int, k: int) -> None:
-    """Model-Connect#1115: 1000 / 8 = 125 taken for the block; compressed-tensors#547, auto-round#747: not divisible."""
+    """Model-Connect#1115: 1000 / 8 = 125 taken for the block; compressed-tensors#547, auto-round#747: not divisible;
+    unsloth#6848: nor with e8m0 scales."""
     w = np.random.default_rng(2).standard_normal((n, k)).astype(np.float32)
     w *= 2.0 ** np.repeat(np.arange(-(-n // 128)) % 5, 128)[:n, None].astype(np.float32)  # each block another scale
     amax = files.block_amax(np.abs(w))
@@ -174,6 +176,34 @@ def test_projections_with_different_scales_are_told_and_not_merged(tmp_path: Pat
         np.testing.assert_array_equal(checkpoint[module].dequantize(), value.astype(np.float32))
     finding = only(found(tmp_path))
     assert finding.severity == "note" and "differ by a factor up to 5" in finding.what
+
+
+def test_projections_with_different_global_scales_are_fused_exactly(tmp_path: Path) -> None:
+    """vllm#47515, vllm#41769, auto-round#2379: one global scale for q, k and v of 1 : 2 : 5 makes two of them wrong."""
+    x = np.random.default_rng(5).standard_normal((6, files.K)).astype(np.float32)
+    layers, values = [], []
+    for i, factor in enumerate((1, 2, 5)):
+        made = files.families(W * np.float32(factor))[("modelopt_nvfp4", "ct_nvfp4", "modelopt_nvfp4")[i]]
+        layers.append(load(tmp_path / str(i), made)[files.LAYER].linear())
+        values.append(made.values[files.LAYER])
+    fused = cufp8.fuse(layers)
+    np.testing.assert_array_equal(fused.weight.dequantize(), np.concatenate(values).astype(np.float32))
+    assert len(np.unique(fused.weight.global_scale)) == 3
+    np.testing.assert_allclose(fused(x), np.concatenate([layer(x) for layer in layers], axis=1), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_keep_the_scale_of_their_block_when_projections_are_joined(tmp_path: Path) -> None:
+    """sglang#35703: rows of q, k and v were put elsewhere, and the scales of their blocks were not."""
+    layers, values = [], []
+    for i, n in enumerate((256, 128, 200)):
+        w = files.weight(n, 320, seed=i) * 2.0 ** np.repeat(np.arange(-(-n // 128)), 128)[:n, None]
+        made = files.families(w.astype(np.float32))["deepseek_v3"]
+        layers.append(load(tmp_path / str(i), made)[files.LAYER].linear())
+        values.append(made.values[files.LAYER])
+    fused = cufp8.fuse(layers)
+    np.testing.assert_array_equal(fused.weight.dequantize(), np.concatenate(values).astype(np.float32))
+    with pytest.raises(ValueError, match="fuse: layer 0 has 200 rows; all but the last need a multiple of 128"):
+        cufp8.fuse(layers[::-1])
 
 
 def test_a_missing_scale_of_activations_is_an_error_and_no_zero(tmp_path: Path) -> None:
@@ -285,6 +315,33 @@ def test_all_sixteen_codes_times_scales(tmp_path: Path) -> None:
     w = load(tmp_path, replace(made, tensors=tensors))[files.LAYER].dequantize()
     want = (blocks.FP4_VALUES[codes] * reference.VALUES[scale]).astype(np.float32)
     np.testing.assert_array_equal(w.view(np.uint32), want.view(np.uint32))  # with the sign of -0
+
+
+def test_values_beside_a_tie_go_to_the_nearest_code() -> None:
+    """tt-metal#51971: 0.25000006 became 0. Both sides of each tie between codes, and each code itself."""
+    up = np.nextafter(TIES := np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5]), np.float32(9))
+    row = np.concatenate(
+        [np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6]), TIES, up, np.nextafter(TIES, np.float32(0)), [0] * 3]
+    )
+    codes = [*range(8), 0, 2, 2, 4, 4, 6, 6, *range(1, 8), *range(7), 0, 0, 0]
+    q = cufp8.quantize(np.stack([row, -row]).astype(np.float32), "MXFP4A16")
+    assert q.scale.tolist() == [[127], [127]]
+    found_codes = blocks.unpack(q.codes, 32)
+    assert found_codes[0].tolist() == codes and found_codes[1].tolist() == [8 + code for code in codes]
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4A16", "MXFP4A16", "MXFP8A16"])
+def test_codes_are_those_of_the_scale_that_is_stored(scheme: str) -> None:
+    """transformers#46763: divided by the scale before it was rounded. No other code is nearer with the stored one."""
+    q, w = cufp8.quantize(W, scheme), W.astype(np.float64)
+    size = q.block[1]
+    scale = files.power(q.scale) if q.scale_dtype == "float8_e8m0fnu" else reference.VALUES[q.scale] * q.global_scale
+    scale = files.spread(scale, *W.shape, 1, size)
+    codes = reference.VALUES[~np.isnan(reference.VALUES)] if scheme == "MXFP8A16" else blocks.FP4_VALUES
+    least = np.full(W.shape, np.inf)
+    for value in codes:
+        least = np.minimum(least, np.abs(w - value * scale))
+    assert (np.abs(w - q.dequantize("float64")) <= least + 2.0**-22 * np.abs(w)).all()
 
 
 @pytest.mark.parametrize("n", [1, 8, 72, 96, 1856])
@@ -403,10 +460,76 @@ def test_pre_quant_scale_is_refused_by_name(tmp_path: Path) -> None:
     assert only(found(tmp_path)).severity == "error"
 
 
+@pytest.mark.parametrize("half", ["a", "b"])
+def test_a_low_rank_product_beside_the_weight_is_refused_by_name(tmp_path: Path, half: str) -> None:
+    """NVFP4_SVD of ModelOpt: y has a product added to it; without it the weight is another."""
+    name = f"{files.LAYER}.svdquant_lora_{half}"
+    made = MADE["modelopt_nvfp4"].with_tensor(name, files.bf16(np.ones((8, files.K))))
+    with pytest.raises(CheckpointError, match=f"{name}.*half of a product that is added to y.*ignore="):
+        load(tmp_path, made)[files.LAYER].linear()
+    assert only(found(tmp_path)).tensor == name
+    assert not cufp8.load(tmp_path, ignore=[files.LAYER])
+
+
+def test_codes_under_a_name_that_nobody_knows_are_told(tmp_path: Path) -> None:
+    """Other libraries keep codes and scales under names of their own: a plain array of them is no weight."""
+    made = MADE["modelopt_fp8"]
+    codes = made.tensors[files.LAYER + ".weight"]
+    tensors = {
+        **made.tensors,
+        "model.layers.1.mlp.down_proj._weight_qdata": codes,
+        "scaled_fp8": (codes[0], (2,), b"12"),
+    }
+    finding = only(found(tmp_path, replace(made, tensors=tensors)))
+    assert (finding.severity, finding.tensor) == ("warning", "model.layers.1.mlp.down_proj._weight_qdata")
+    assert "is F8_E4M3, and no family that is known has codes of that name" in finding.what
+
+
+def test_groups_of_compressed_tensors_are_chosen_by_name_then_by_class() -> None:
+    bits8 = {"num_bits": 8, "type": "float"}
+    groups = {
+        "a": {"targets": ["re:.*experts.*"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}},
+        "b": {"targets": ["Linear"], "weights": bits8, "input_activations": {**bits8, "dynamic": True}},
+        "c": {"targets": ["x.o_proj"], "weights": {"num_bits": 8, "type": "int"}},
+    }
+    config = Config("compressed-tensors", {"config_groups": groups})
+    names = ("x.experts.0.up", "x.q_proj", "x.o_proj")
+    assert [config.scheme(name) for name in names] == ["NVFP4A16", "FP8_DYNAMIC", "INT8"]
+
+
+def test_the_algorithm_of_all_experts_is_that_of_each() -> None:
+    """ModelOpt's MIXED_PRECISION names the module that holds them."""
+    layers = {"m.experts": {"quant_algo": "NVFP4"}, "m.experts.1.up": {"quant_algo": "FP8"}}
+    config = Config("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers})
+    names = ("m.experts.0.down", "m.experts.1.up", "m.expertsx", "lm_head")
+    assert [config.scheme(name) for name in names] == ["NVFP4", "FP8", None, None]
+    assert Config("modelopt", {"quant_algo": "W4A8_MXFP4_FP8"}).scheme("x") == "MXFP4_FP8"
+
+
+def test_quarks_list_of_excluded_modules_is_read(tmp_path: Path) -> None:
+    config = {"quant_method": "quark", "exclude": ["lm_head", "re:.*down_proj"]}
+    finding = only(found(tmp_path, replace(MADE["mxfp4_typed"], config=config)))
+    assert finding.tensor == files.LAYER and "re:.*down_proj" in finding.what
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v4_dense", "ministral_fp8"])
+def test_static_activations_without_their_scale_are_an_error(tmp_path: Path, name: str) -> None:
+    """The config says static, whatever the family: the scale that is missing is named."""
+    made = MADE[name]
+    module = next(iter(made.values))
+    scale = module + (".input_scale" if name == "deepseek_v4_dense" else ".activation_scale")
+    made = replace(made.without(scale), config={"quant_method": "fp8", "activation_scheme": "static"})
+    with pytest.raises(CheckpointError, match=f"FP8 needs {scale}, which is missing"):
+        load(tmp_path, made)[module].linear(activations="declared")
+    assert only(found(tmp_path, severity="error")).tensor == scale
+
+
 @pytest.mark.parametrize("label", [b'{"format": "nvfp4"}', b"{", b"[1]", b"\xff", b'{"format": ["x"]}', b"null"])
 def test_another_format_of_comfyui_is_refused(tmp_path: Path, label: bytes) -> None:
     made = MADE["comfyui"].with_tensor("blocks.0.q.comfy_quant", files.tensor("U8", np.frombuffer(label, np.uint8)))
-    with pytest.raises(CheckpointError, match="comfy_quant.*the one that is read is 'float8_e4m3fn'"):
+    with pytest.raises(
+        CheckpointError, match="comfy_quant.*convert it to the one that is read, 'float8_e4m3fn'.*ignore="
+    ):
         load(tmp_path, made)["blocks.0.q"].weight  # noqa: B018
 
 
@@ -454,6 +577,26 @@ def test_the_readmes_lines_run(tmp_path: Path) -> None:
     assert names["layer"].shape == names["w"].shape == (files.N, files.K) and names["norm"].shape == (files.K,)
 
 
+def test_the_readmes_output_is_that_of_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made, tensors = MADE["modelopt_nvfp4"], {"lm_head.weight": files.bf16(np.ones((1000, 256)))}
+    for i, name in enumerate(("gate_proj", "down_proj") * 3):
+        part = of(f"model.layers.{i // 2}.mlp.{name}", files.weight(512, 256, seed=i), "modelopt_nvfp4")
+        tensors |= {n: t for n, t in part.items() if not n.endswith(".bias")}
+    files.write(tmp_path / "good", replace(made, tensors=tensors))
+    dtype, shape, data = tensors["model.layers.1.mlp.down_proj.weight_scale"]
+    at = 18 * shape[1] + 3
+    broken = {**tensors, "lm_head.input_scale": files.f32(1, ())}
+    broken["model.layers.1.mlp.down_proj.weight_scale"] = dtype, shape, data[:at] + b"\x7f" + data[at + 1 :]
+    del broken["model.layers.2.mlp.gate_proj.weight_scale_2"]
+    files.write(tmp_path / "bad", replace(made, tensors=broken))
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"\n\n```\n(.*?\n)```\n", readme, re.DOTALL)
+    inspected, checked = run(capsys, "inspect", tmp_path / "good"), run(capsys, "check", tmp_path / "bad", code=1)
+    assert checked == next(block for block in shown if block.startswith("error: "))
+    for line in next(block for block in shown if block.startswith("model.")).splitlines():
+        assert line.split("; served by")[0] in inspected
+
+
 # The commands
 
 
@@ -470,7 +613,7 @@ def test_check_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     made = MADE["ct_nvfp4"]
     good, bad = files.write(tmp_path / "good", made), tmp_path / "bad"
     files.write(bad, made.without(files.LAYER + ".weight_scale"))
-    assert "MB looked at: 0 errors, 0 warnings, 0 notes" in run(capsys, "check", good)
+    assert "kB looked at: 0 errors, 0 warnings, 0 notes" in run(capsys, "check", good)
     assert not json.loads(run(capsys, "check", good, "--json"))["findings"]
     text = " ".join(run(capsys, "check", bad, code=1).split())
     assert "weight_scale: is missing" in text and "1 error" in text
@@ -480,10 +623,72 @@ def test_check_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(run(capsys, "check", bad, "--json", "--ignore", "*.down_proj"))["errors"] == 0
     (bad / "model.safetensors").write_bytes(b"\xff" * 20)
     assert json.loads(run(capsys, "check", bad, "--json", code=1))["errors"] == 1
+    (finding,) = json.loads(run(capsys, "check", bad, "--json", code=1))["findings"]
+    assert finding["file"] == str(bad / "model.safetensors") and "get the file again" in finding["todo"]
     done = command("check", tmp_path / "nowhere")
     assert (
         done.returncode == 1 and "cannot be opened" in " ".join(done.stdout.split()) and "Traceback" not in done.stderr
     )
+
+
+def broken(folder: Path) -> dict[str, Path]:
+    """What cannot be opened, each in its way."""
+    made = {name: folder / name for name in ("cut", "dtype", "loop", "link", "config", "nothing", "index")}
+    for name in ("cut", "dtype", "config"):
+        files.write(made[name], MADE["modelopt_fp8"])
+    file = made["cut"] / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    file = made["dtype"] / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"F8_E4M3", b"F8_E3M4"))
+    (made["config"] / "config.json").write_text("{")
+    for name in ("loop", "nothing", "index"):
+        made[name].mkdir()
+    (made["loop"] / "a.safetensors").symlink_to("b.safetensors")
+    (made["loop"] / "b.safetensors").symlink_to("a.safetensors")
+    made["link"].symlink_to("link")
+    (made["index"] / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../x.safetensors"}}')
+    return made
+
+
+@pytest.mark.parametrize(
+    "name, where, tensor, words",
+    [
+        ("cut", "cut/model.safetensors", files.OTHER, "bytes of data follow the header; the file is cut short"),
+        ("dtype", "dtype/model.safetensors", f"{files.LAYER}.weight", "'F8_E3M4'; known are"),
+        ("loop", "loop/a.safetensors", "", "Too many levels of symbolic links"),
+        ("link", "link", "", "Too many levels of symbolic links"),
+        ("config", "config/config.json", "", "repair it, or move it away"),
+        ("nothing", "nothing", "", "holds neither *.safetensors nor"),
+        ("index", "index/model.safetensors.index.json", "w", "allowed is a plain file name"),
+    ],
+)
+def test_what_cannot_be_opened_is_told_once_and_in_json_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, where: str, tensor: str, words: str
+) -> None:
+    path = broken(tmp_path)[name]
+    (finding,) = json.loads(run(capsys, "check", path, "--json", code=1))["findings"]
+    assert finding["file"] == str(tmp_path / where) and words in finding["what"]
+    assert finding["tensor"].startswith(tensor) and bool(finding["tensor"]) == bool(tensor)
+    text = run(capsys, "check", path, code=1)
+    assert words in text and text.count(str(tmp_path)) <= 1 and "1 error" in text
+    facts = json.loads(run(capsys, "inspect", path, "--json", code=1))
+    assert facts["path"] == str(path) and words in facts["error"]
+    assert cli.main(["inspect", str(path)]) == 1
+    said = capsys.readouterr()
+    assert not said.out and said.err.startswith("cufp8: ") and words in said.err
+
+
+@pytest.mark.parametrize("nbytes, text", [(0, "0.0 kB"), (6_800, "6.8 kB"), (1e5, "0.1 MB"), (1e9, "1.0 GB")])
+def test_sizes(nbytes: float, text: str) -> None:
+    assert show._size(int(nbytes)) == text
+
+
+def test_several_patterns_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the path as well as behind it."""
+    tensors = of("a", W) | of("b", W) | of("c", W)
+    path = files.write(tmp_path, replace(MADE["modelopt_fp8"], tensors=tensors))
+    text = run(capsys, "inspect", "--ignore", "a", path, "--ignore", "b")
+    assert text.startswith("c\n") and "1 quantised module, 8 other tensors of" in text
 
 
 def test_warnings_alone_are_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -509,8 +714,10 @@ def test_inspect_command(tmp_path: Path, name: str, capsys: pytest.CaptureFixtur
     for module in result["modules"]:
         assert (module["family"], module["declared"]) == (made.family, made.declared)
         assert module["shape"] == [files.N, files.K] and 0 < module["scale_min"] <= module["scale_max"] < 1
-    text = " ".join(run(capsys, "inspect", tmp_path).split())
-    assert f"{made.family}: 200 x 320, a scale for " in text and f"made for {made.declared}" in text
+    text = run(capsys, "inspect", tmp_path)
+    each = "one scale, |a scale a row, |a scale for (1 x 16|1 x 32|128 x 128), "
+    assert re.search(f"{re.escape(made.family)}: 200 x 320, ({each})", text) and f"made for {made.declared}" in text
+    assert f"; the config says {made.config['quant_method'] if made.config else ''}" in text
 
 
 def test_inspect_names_the_kernels_of_this_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

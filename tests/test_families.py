@@ -8,15 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_files as files
+import ml_dtypes
 import numpy as np
 import pytest
+import reference
 
 import cufp8
-from cufp8.checkpoint import CheckpointError, check
+from cufp8.checkpoint import CheckpointError, check, families
 from cufp8.checkpoint.families import FAMILIES, ROLES
 
 MADE = files.families()
 NAMES = sorted(MADE)
+# Families that layers on a GPU serve; each of the others is refused there, by name.
+ON_GPU = {
+    "autofp8_dynamic", "autofp8_static", "comfyui", "comfyui_scaled", "ct_fp8_channel", "ct_fp8_channel_f32",
+    "ct_fp8_tensor", "fbgemm_fp8", "ministral_fp8", "modelopt_fp8", "modelopt_fp8_pc_pt",
+}  # fmt: skip
+GPU_ACC = 2.0**-16  # of the tensor cores' sums
 
 
 def load(folder: Path, made: files.Made, **options: Any) -> cufp8.Checkpoint:
@@ -112,6 +120,115 @@ def test_declared_activations(tmp_path: Path, rng: np.random.Generator, name: st
         entry.linear(activations="fp8")
 
 
+def same_weights() -> list[list[str]]:
+    """The names of the files that mean the same, several each."""
+    groups: dict[bytes, list[str]] = {}
+    for name in NAMES:
+        groups.setdefault(b"".join(v.tobytes() for v in MADE[name].values.values()), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def test_the_groups_of_same_weights_join_libraries() -> None:
+    joined = {frozenset(MADE[name].family for name in group) for group in same_weights()}
+    for pair in ("NVFP4", "MXFP8", "FP8"):
+        assert any({f"ModelOpt {pair}", f"compressed-tensors {pair}"} <= group for group in joined), pair
+    assert len(joined) >= 5
+
+
+def outputs(folder: Path, group: list[str], device: str) -> dict[str, bytes]:
+    """y of one x, by each of the files."""
+    x = np.random.default_rng(4).standard_normal((9, files.K)).astype(ml_dtypes.bfloat16)
+    found = {}
+    for name in group:
+        checkpoint = cufp8.load(files.write(folder / name, MADE[name]), device=device)
+        y = next(iter(checkpoint.values())).linear()(x)
+        assert np.abs(y.astype(np.float32)).max() > 0.1
+        found[name] = y.tobytes()
+    return found
+
+
+@pytest.mark.parametrize("group", same_weights(), ids="-".join)
+def test_the_same_weight_in_several_families_gives_the_same_bits(tmp_path: Path, group: list[str]) -> None:
+    assert len(set(outputs(tmp_path, group, "cpu").values())) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [g for g in same_weights() if ON_GPU.issuperset(g)], ids="-".join)
+def test_the_same_weight_gives_the_same_bits_on_a_gpu(tmp_path: Path, group: list[str]) -> None:
+    assert len(set(outputs(tmp_path, group, "cuda").values())) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_family_on_a_gpu(tmp_path: Path, rng: np.random.Generator, name: str, x_dtype: str) -> None:
+    """Through `load` and `Linear` there, against what the file means, and against the layer on the CPU."""
+    made = MADE[name]
+    folder = files.write(tmp_path, made, shards=2)
+    here, there = (cufp8.load(folder, device=device) for device in ("cpu", "cuda"))
+    for activations in ("16bit", "declared"):
+        for module, values in made.values.items():
+            try:
+                layer = there[module].linear(activations=activations)
+            except ValueError as refused:
+                assert "on a GPU yet" in str(refused) or "no layer quantises yet" in str(refused)
+                assert name not in ON_GPU or (name == "fbgemm_fp8" and activations == "declared"), str(refused)
+                continue
+            on_cpu = here[module].linear(activations=activations)
+            assert layer.device.startswith("cuda") and layer.scheme == on_cpu.scheme
+            np.testing.assert_array_equal(layer.weight.to("cpu").codes, on_cpu.weight.codes)
+            for m in (1, 7, 40, 300):
+                x = rng.standard_normal((m, files.K)).astype(np.dtype(getattr(ml_dtypes, x_dtype, x_dtype)))
+                seen = x.astype(np.float64)
+                if layer.scheme in ("FP8", "FP8_DYNAMIC"):
+                    options = {"block": (-1, -1), "scale": layer.input_scale} if layer.scheme == "FP8" else {}
+                    seen = cufp8.quantize_activations(x, **options).dequantize("float64")
+                bias = 0.0 if on_cpu.bias is None else on_cpu.bias.astype(np.float64)
+                exact = seen @ values.T + bias, np.abs(seen) @ np.abs(values).T + np.abs(bias)
+                for y in (layer(x), on_cpu(x)):
+                    reference.assert_scaled_close(y, exact, x_dtype, GPU_ACC)
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_codes_that_go_to_a_gpu_are_looked_through_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nan: bool
+) -> None:
+    """As if there was one: the host reads them only where it has found NaN, for the message."""
+    made, seen = MADE["deepseek_v3"], []
+    dtype, shape, data = made.tensors[files.LAYER + ".weight"]
+    if nan:
+        made = made.with_tensor(files.LAYER + ".weight", (dtype, shape, b"\x7f" + data[1:]))
+    entry, look = load(tmp_path, made)[files.LAYER], families.fault_of
+    monkeypatch.setattr(families, "fault_of", lambda tensor, role: seen.append(role) or look(tensor, role))
+    monkeypatch.setattr(cufp8.QuantizedTensor, "to", lambda self, device: seen.append(device) or self)
+    if nan:
+        with pytest.raises(CheckpointError, match=r"1 of 64000 codes are NaN, the first at \[0, 0\]"):
+            families.build(entry.match, entry.tensors, device="cuda:0")
+    else:
+        families.build(entry.match, entry.tensors, device="cuda:0")
+    assert seen == ["scale", "cuda:0", *["codes"] * nan]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(200, 320), (6001, 1024)])
+def test_codes_that_are_nan_are_found_on_a_gpu(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """Below and above what goes there through pinned buffers: the error is that of the CPU."""
+    n, k = shape
+    codes = np.full(n * k, 0x38, np.uint8)
+    codes[[n * k // 2, -1]] = 0x7F, 0xFF
+    tensors = {
+        files.LAYER + ".weight": ("F8_E4M3", shape, codes.tobytes()),
+        files.LAYER + ".weight_scale": files.f32(np.ones(n)),
+    }
+    folder = files.write(tmp_path, replace(MADE["modelopt_fp8_pc_pt"], tensors=tensors))
+    messages = []
+    for device in ("cpu", "cuda"):
+        with pytest.raises(CheckpointError, match="2 of .* codes are NaN, the first at") as caught:
+            cufp8.load(folder, device=device)[files.LAYER].linear()
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
 # Folders
 
 
@@ -157,6 +274,33 @@ def test_nothing_is_mapped_before_it_is_asked_for_and_views_outlive_the_files(tm
     np.testing.assert_array_equal(weight.dequantize(), made.values[files.LAYER].astype(np.float32))
     with pytest.raises(CheckpointError, match="closed"):
         entry.weight  # noqa: B018
+
+
+def test_what_only_modelopts_own_file_says(tmp_path: Path) -> None:
+    """hf_quant_config.json without a quantization_config in config.json, as MXFP8 has it."""
+    for i, (name, family) in enumerate((("modelopt_mxfp8", "ModelOpt MXFP8"), ("modelopt_fp8_pb_wo", "ModelOpt FP8"))):
+        made = replace(MADE[name], config=None)
+        entry = load(tmp_path / str(i), made)[files.LAYER]
+        assert (entry.family, entry.declared) == (family, made.declared)
+
+
+def test_scales_of_the_cache_are_plain_arrays(tmp_path: Path) -> None:
+    """k_scale and v_scale beside the projections belong to no weight."""
+    made, scale = MADE["modelopt_fp8"], files.f32(0.5, ())
+    for name in ("k_proj.k_scale", "v_proj.v_scale", "k_scale"):
+        made = made.with_tensor(f"model.layers.0.self_attn.{name}", scale)
+    made = made.with_tensor(files.LAYER + ".k_scale", scale)
+    checkpoint = load(tmp_path, made)
+    assert list(checkpoint) == [files.LAYER] and len(checkpoint.arrays) == 5
+    assert not findings(tmp_path, made)
+
+
+def test_fbgemms_bound_may_be_a_tensor(tmp_path: Path) -> None:
+    made = MADE["fbgemm_fp8"].with_tensor(files.LAYER + ".input_scale_ub", files.f32(1200, (1,)))
+    entry = load(tmp_path, made)[files.LAYER]
+    assert entry.linear().scheme == "FP8A16" and not findings(tmp_path, made)
+    with pytest.raises(ValueError, match="whose activations no layer quantises yet"):
+        entry.linear(activations="declared")
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 100_000], ids=["cut", "list", "bytes", "deep"])
@@ -211,7 +355,13 @@ def test_random_files_are_read_or_refused(tmp_path: Path) -> None:
             tensors[f"{next(iter(made.values))}.{leaf}"] = other
         folder = files.write(tmp_path / str(case), replace(made, tensors=tensors))
         found = list(check.check(folder))
-        for entry in cufp8.load(folder, device="cpu").values():
+        try:
+            entries = list(cufp8.load(folder, device="cpu").values())
+        except CheckpointError as error:  # an expert and a module of one name
+            assert [f.what for f in found] == [error.what]
+            refused += 1
+            continue
+        for entry in entries:
             try:
                 assert entry.linear().weight.shape == entry.shape
                 read += 1

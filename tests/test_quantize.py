@@ -486,6 +486,25 @@ def test_nan_codes_are_refused(code: int) -> None:
     assert_tells(error, 2, (1, 4))
 
 
+@pytest.mark.parametrize(
+    "dtype, bad",
+    [
+        ("float8_e4m3fn", {0x7F, 0xFF}),
+        ("float8_e5m2", {*range(0x7C, 0x80), *range(0xFC, 0x100)}),
+        ("float4_e2m1fn", set()),
+    ],
+)
+def test_a_tensor_tells_whether_it_has_nan(dtype: str, bad: set[int]) -> None:
+    packed, block = (2, 32) if dtype == "float4_e2m1fn" else (1, -1)
+    kind = {"scale_dtype": "float8_e8m0fnu"} if packed == 2 else {"scale_dtype": "float32", "activations": True}
+    scale = np.ones((1, 1), np.uint8 if packed == 2 else np.float32)
+    for code in range(256):
+        codes = np.full((1, 32 // packed), 0x11, np.uint8)
+        codes[0, -1] = code
+        q = cufp8.QuantizedTensor(codes, scale, dtype=dtype, shape=(1, 32), block=(1, block), **kind)
+        assert q.has_nan() == (code in bad), code
+
+
 @pytest.mark.parametrize("value", [0.0, -0.0, -1.0, math.nan, math.inf, -math.inf])
 def test_scales_that_are_refused(value: float) -> None:
     scale = parts()["scale"]

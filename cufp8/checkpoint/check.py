@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cufp8.checkpoint.families import E8M0, FLOAT, ROLES, expression, fault_of, global_factor, split
+from cufp8.checkpoint.families import E8M0, FLOAT, QUANTISED, ROLES, expression, fault_of, global_factor, split
 from cufp8.checkpoint.file import CheckpointError, Stored
 from cufp8.checkpoint.reader import STATIC, Checkpoint, Entry, load
 from cufp8.formats import FORMATS
@@ -77,7 +77,10 @@ def check(
     try:
         checkpoint = load(path, ignore=ignore)
     except CheckpointError as error:
-        yield Finding("error", str(path), "", None, str(error), "get the file again, or make it again")
+        what = error.what or str(error)
+        if error.tensor:
+            what += f" (in {Path(error.file).name})"
+        yield Finding("error", error.file or str(path), error.tensor, None, what, error.todo)
         return
     with checkpoint:
         yield from _check(checkpoint, progress)
@@ -158,8 +161,9 @@ def _contradictions(entry: Entry, checkpoint: Checkpoint) -> Iterator[Finding]:
         what = f"the config says {said}, but {codes.dtype} codes and {entry.tensors[family.scale].dtype} scales are "
         yield _finding("warning", codes, what + family.base, "correct the config; cufp8 goes by the tensors")
     needs = entry.declared
-    if said is not None and needs in STATIC and family.inputs and family.inputs not in entry.tensors:
-        name = entry.module + family.inputs
+    inputs = family.inputs or ".input_scale"
+    if said is not None and needs in STATIC and inputs not in entry.tensors:
+        name = entry.module + inputs
         what = f"is missing, but {needs} quantises activations by it"
         yield _finding("error", codes, what, "get it, or use activations='16bit', which needs none", name=name)
     for suffix, tensor in entry.tensors.items():
@@ -221,7 +225,7 @@ def _leftovers(checkpoint: Checkpoint) -> Iterator[Finding]:
         what = f"the config says {config.method}, but no module has codes and scales"
         yield Finding("warning", str(checkpoint.files.path), "", None, what, "see whether these are the right files")
     for pattern in config.excluded:
-        if config.method == "compressed-tensors" and pattern.startswith("re:") and not expression(pattern):
+        if pattern.startswith("re:") and not expression(pattern):
             what = f"the config excludes modules by {pattern!r:.200}, an expression that is none or may take for ever"
             yield Finding("note", str(checkpoint.files.path), "", None, what, "it was not compared with the tensors")
     for name in checkpoint.arrays:
@@ -239,6 +243,9 @@ def _leftovers(checkpoint: Checkpoint) -> Iterator[Finding]:
                 f"is a scale of activations, but {but}",
                 "leave it out, or get the scales of the weight",
             )
+        elif tensor.dtype in QUANTISED and len(tensor.shape) > 1:
+            what = f"is {tensor.dtype}, and no family that is known has codes of that name"
+            yield _finding("warning", tensor, what, "without its scales, if it has any, it is no weight")
         elif suffix == ".weight" and len(tensor.shape) == 2 and tensor.dtype in FLOAT:
             if isinstance(listed, dict) and module in listed:
                 what = f"is {tensor.dtype} without scales, but quantized_layers of the config names the module"

@@ -29,6 +29,7 @@ TENSOR, CHANNEL, BLOCK = (-1, -1), (1, -1), (128, 128)
 FLOAT, E8M0, E4M3 = ("F32", "BF16", "F16"), ("U8", "F8_E8M0"), ("F8_E4M3",)
 PACKED = ("U8", "I8", "F4")
 _CONFIG_MAX = 64 << 20  # bytes
+_LEAVE_OUT = "or leave the module out (ignore=, --ignore)"
 _TILE = 1 << 20  # codes or scales looked at at once
 
 
@@ -132,7 +133,7 @@ FAMILIES = (
     ),
     Family(
         "DeepSeek FP8", "deepseek-ai/DeepSeek-V3, inference/kernel.py: the inverse multiplies", ("fp8",),
-        **{**_FP8, "scale": ".weight_scale_inv"}, blocks=(BLOCK, TENSOR),
+        **{**_FP8, "scale": ".weight_scale_inv"}, blocks=(BLOCK, TENSOR), inputs=".activation_scale",
     ),
     Family(
         "DeepSeek-V4 FP8", "deepseek-ai/DeepSeek-V4", ("fp8",),
@@ -179,14 +180,22 @@ FAMILIES = (
     ),
 )  # fmt: skip
 
-# What the tensors of a module may be besides: refused is what no layer here applies.
+# Tensors without which a module computes something else, and which no layer here applies -> why.
+_REFUSED = {
+    ".pre_quant_scale": "scales the activations, which no layer here does; fold it into the weights",
+    **dict.fromkeys(
+        (".svdquant_lora_a", ".svdquant_lora_b"),
+        "is half of a product that is added to y, which no layer here does; quantise without it",
+    ),
+}
+# What the tensors of a module may be.
 ROLES = {
     **{suffix: role for family in FAMILIES for suffix, role in family.suffixes.items()},
-    ".pre_quant_scale": "refused",
+    **dict.fromkeys(_REFUSED, "refused"),
     ".comfy_quant": "label",
 }
 STACKED = {family.codes for family in FAMILIES if family.stacked}
-_QUANTISED = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
+QUANTISED = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
 
 # What each algorithm of ModelOpt computes, as a scheme.
 _ALGORITHMS = {
@@ -195,9 +204,11 @@ _ALGORITHMS = {
     "FP8_PB_WO": "FP8A16",
     "NVFP4": "NVFP4",
     "NVFP4_AWQ": "NVFP4",
+    "NVFP4_SVD": "NVFP4",
     "W4A16_NVFP4": "NVFP4A16",
     "W4A8_NVFP4_FP8": "NVFP4_FP8",
     "MXFP4": "MXFP4",
+    "W4A8_MXFP4_FP8": "MXFP4_FP8",
     "MXFP8": "MXFP8",
 }
 
@@ -218,7 +229,7 @@ def is_evidence(suffix: str, tensor: Stored) -> bool:
     if suffix[0] == "_":  # such as "num_blocks": a name alone says little
         return role != "bias" and tensor.dtype in (*PACKED, *E8M0)
     if suffix == ".weight":
-        return tensor.dtype in _QUANTISED or (tensor.dtype in PACKED and len(tensor.shape) == 2)
+        return tensor.dtype in QUANTISED or (tensor.dtype in PACKED and len(tensor.shape) == 2)
     if suffix == ".scale":  # norms have one too
         return tensor.dtype == "F8_E8M0"
     return role in ("codes", "scale", "global_scale", "refused", "label")
@@ -270,7 +281,7 @@ class Config:
         if method is None and any("_quantization_metadata" in metadata for metadata in files.metadata.values()):
             method = "comfyui"
         excluded: dict[str, None] = {}
-        for key in ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers"):
+        for key in ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "exclude"):
             listed = content.get(key)
             excluded |= dict.fromkeys(p for p in (listed if isinstance(listed, list) else ()) if isinstance(p, str))
         return cls(method, content, tuple(excluded))
@@ -294,12 +305,16 @@ class Config:
         content = self.content
         if self.method == _CT:
             groups = self._groups
-            if len(groups) > 1:
-                groups = [g for g in groups if any(_matches(module, t) for t in g.get("targets") or ())] or groups[:1]
-            return _group_scheme(groups[0]) if groups else None
+            named = [g for g in groups if any(_matches(module, target) for target in _list(g.get("targets")))]
+            # Else by the class of the module, which is in no file: that of a layer with a weight [N, K].
+            named = named or [g for g in groups if "Linear" in _list(g.get("targets"))] or groups
+            return _group_scheme(named[0]) if named else None
         if self.method == _MODELOPT:
             layers = _dict(content.get("quantized_layers"))
-            algorithm = _dict(layers.get(module)).get("quant_algo") or content.get("quant_algo")
+            name = module
+            while name and name not in layers:  # what holds all experts may stand for them
+                name = name.rpartition(".")[0]
+            algorithm = _dict(layers.get(name)).get("quant_algo") or content.get("quant_algo")
             return _ALGORITHMS.get(algorithm.upper()) if isinstance(algorithm, str) else None
         if self.method == "fp8":
             if content.get("expert_dtype") == "fp4" and "experts." in module:
@@ -312,11 +327,11 @@ class Config:
     def excludes(self, module: str) -> str | None:
         """The entry of the exclusion list that names a module; None if none does.
 
-        Matched as the config's own library does: compressed-tensors by the whole name or `re:` and an expression,
-        ModelOpt by `*` and `?`, the others by whole parts of the name between dots.
+        Matched as the config's own library does: compressed-tensors by the whole name, ModelOpt by `*` and `?`, the
+        others by whole parts of the name between dots; behind `re:` an expression.
         """
         for pattern in self.excluded:
-            if self.method == _CT:
+            if self.method == _CT or pattern.startswith("re:"):
                 found = _matches(module, pattern)
             elif self.method == _MODELOPT:
                 found = fnmatch.fnmatchcase(module, pattern)
@@ -362,6 +377,8 @@ def expression(pattern: str) -> re.Pattern[str] | None:
 def _group_scheme(group: dict[str, Any]) -> str | None:
     weights, inputs = _dict(group.get("weights")), _dict(group.get("input_activations"))
     bits, size = weights.get("num_bits"), weights.get("group_size")
+    if weights.get("type") == "int":
+        return f"INT{bits}"
     if bits == 4:
         base = "NVFP4" if size == 16 else "MXFP4"
     elif bits == 8:
@@ -381,6 +398,10 @@ def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object, {} if there is no such file. Unlike a header it may hold NaN and Infinity, as Python writes."""
     if not path.is_file():
@@ -392,11 +413,11 @@ def _json(path: Path) -> dict[str, Any]:
             raise ValueError(f"it is longer than {_CONFIG_MAX} bytes")
         content = json.loads(text.decode("utf-8"))
     except RecursionError:
-        raise CheckpointError(f"{path}: is JSON nested too deeply; repair it, or move it away") from None
+        raise CheckpointError.of(path, "is JSON nested too deeply; repair it, or move it away") from None
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}; repair it, or move it away") from None
+        raise CheckpointError.of(path, f"cannot be read: {error}; repair it, or move it away") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: is a JSON {type(content).__name__}; an object is needed")
+        raise CheckpointError.of(path, f"is a JSON {type(content).__name__}; an object is needed")
     return content
 
 
@@ -466,18 +487,15 @@ def recognise(module: str, tensors: Mapping[str, Stored], config: Config) -> Mat
         or_else = "".join(f" (or {name})" for name in list(names)[1:])
         raise wrong(
             where,
-            f"is missing{or_else} beside {here}; get the file that has it, or leave the module out by ignore=",
+            f"is missing{or_else} beside {here}; get the file that has it, {_LEAVE_OUT}",
             next(iter(names)),
         )
-    raise wrong(tensors[first.tensor] if first.tensor else where, first.text)
+    raise wrong(tensors[first.tensor] if first.tensor else where, f"{first.text}, {_LEAVE_OUT}")
 
 
 def wrong(tensor: Stored, what: str, name: str | None = None) -> CheckpointError:
     """The error about a tensor, or about one of that name which should lie in its file."""
-    name = tensor.name if name is None else name
-    error = CheckpointError(f"{tensor.file}: tensor {name!r}: {what}")
-    error.tensor, error.what = name, what
-    return error
+    return CheckpointError.of(tensor.file, what, tensor.name if name is None else name)
 
 
 def _comfy_label(module: str, tensors: Mapping[str, Stored]) -> bool:
@@ -490,10 +508,8 @@ def _comfy_label(module: str, tensors: Mapping[str, Stored]) -> bool:
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         said = None
     if said != "float8_e4m3fn":
-        text = (
-            f"names the format {said!r:.80}; the one that is read is 'float8_e4m3fn'. Leave the module out by ignore="
-        )
-        raise wrong(label, text)
+        text = f"names the format {said!r:.80}; convert it to the one that is read, 'float8_e4m3fn'"
+        raise wrong(label, f"{text}, {_LEAVE_OUT}")
     return True
 
 
@@ -503,7 +519,7 @@ def _fit(module: str, family: Family, tensors: Mapping[str, Stored], config: Con
         if found is None:
             raise _Misfit(step, missing=suffix)
         if found.dtype not in dtypes:
-            text = f"is {found.dtype}; {family.name} needs {' or '.join(dtypes)}"
+            text = f"is {found.dtype}; {family.name} needs {' or '.join(dtypes)}: correct the file"
             raise _Misfit(step + 1, text, tensor=suffix)
         return found
 
@@ -512,21 +528,26 @@ def _fit(module: str, family: Family, tensors: Mapping[str, Stored], config: Con
     if family.global_scale:
         g = has(4, family.global_scale, FLOAT)
         if g.shape not in ((), (1,), (1, 1)):
-            raise _Misfit(7, f"has shape {list(g.shape)}; needed is one number", tensor=family.global_scale)
+            raise _Misfit(
+                7, f"has shape {list(g.shape)}; needed is one number: correct the file", tensor=family.global_scale
+            )
     for suffix in tensors:
         role = ROLES[suffix]
         if role == "refused":
-            text = "scales the activations, which no layer here does; fold it into the weights, or ignore the module"
-            raise _Misfit(6, text, tensor=suffix)
+            raise _Misfit(6, _REFUSED[suffix], tensor=suffix)
         if role in ("codes", "scale", "global_scale") and suffix not in family.suffixes:
-            text = f"is one tensor too many: {family.name} has no {suffix[1:]}, and no other family fits"
+            text = (
+                f"is one tensor too many: {family.name} has no {suffix[1:]}, and no other family fits; correct the file"
+            )
             raise _Misfit(6, text, tensor=suffix)
     shape, experts = _shape(family, codes)
     scale_shape = scale.shape
     if experts is not None:
         if scale_shape[:1] != (experts,):
             raise _Misfit(
-                7, f"has shape {list(scale_shape)}; {experts} experts need [{experts}, ...]", tensor=family.scale
+                7,
+                f"has shape {list(scale_shape)}; {experts} experts need [{experts}, ...]: correct the file",
+                tensor=family.scale,
             )
         scale_shape = scale_shape[1:]
     allowed: list[list[int]] = []
@@ -537,11 +558,13 @@ def _fit(module: str, family: Family, tensors: Mapping[str, Stored], config: Con
             allowed.append(list(wanted))
             if scale_shape == wanted:
                 if block not in family.blocks:
-                    text = f"belongs to blocks of {block[0]} x {block[1]}, says the config; read are 128 x 128"
+                    text = (
+                        f"belongs to blocks of {block[0]} x {block[1]}, says the config; read are 128 x 128: convert it"
+                    )
                     raise _Misfit(8, text, tensor=family.scale)
                 return Match(family, shape, experts, block, swizzled)
     text = f"has shape {list(scale.shape)}; the weight {list(shape)} of {family.name} needs "
-    text += " or ".join(map(str, allowed)) + (" for each expert" if experts is not None else "")
+    text += " or ".join(map(str, allowed)) + (" for each expert" if experts is not None else "") + ": correct the file"
     raise _Misfit(7, text, tensor=family.scale)
 
 
@@ -555,7 +578,8 @@ def _shape(family: Family, codes: Stored) -> tuple[tuple[int, int], int | None]:
             return (shape[1], shape[2] * 32), shape[0]
     elif len(shape) == 2 and 0 not in shape:
         return (shape[0], shape[1] * per_byte), None
-    raise _Misfit(7, f"has shape {list(shape)}; {family.name} needs {wanted}, each at least 1", tensor=family.codes)
+    text = f"has shape {list(shape)}; {family.name} needs {wanted}, each at least 1: correct the file"
+    raise _Misfit(7, text, tensor=family.codes)
 
 
 def experts_in(codes: Stored) -> int:
@@ -653,10 +677,13 @@ def fault_of(tensor: Stored, role: str, steps: Any = None) -> Fault | None:
 _E8M0 = FORMATS["float8_e8m0fnu"].dtype
 
 
-def build(match: Match, tensors: Mapping[str, Stored], expert: int | None = None) -> QuantizedTensor:
-    """The weight that the tensors of a module mean, on the host; codes stay in the map.
+def build(
+    match: Match, tensors: Mapping[str, Stored], expert: int | None = None, device: str = "cpu"
+) -> QuantizedTensor:
+    """The weight that the tensors of a module mean: on the host, codes stay in the map; or on a GPU.
 
-    A scale for the whole tensor stands in every row. A global scale that divides is inverted once, in float32.
+    A scale for the whole tensor stands in every row. A global scale that divides is inverted once, in float32. On a
+    GPU codes are looked through there: the host alone would take longer than to copy them.
 
     Raises
     ------
@@ -664,9 +691,8 @@ def build(match: Match, tensors: Mapping[str, Stored], expert: int | None = None
         If a code is NaN, or a scale not finite and positive (`fault_of`).
     """
     family = match.family
-    for role, suffix in (("scale", family.scale), ("global_scale", family.global_scale), ("codes", family.codes)):
-        if suffix and (fault := fault_of(tensors[suffix], role)):
-            raise wrong(tensors[suffix], f"{fault.text}; the file must be made again")
+    _refuse(tensors, family.scale, "scale")
+    _refuse(tensors, family.global_scale, "global_scale")
     n, k = match.shape
     codes, scale = tensors[family.codes].array, tensors[family.scale].array
     if match.experts is not None:
@@ -685,7 +711,7 @@ def build(match: Match, tensors: Mapping[str, Stored], expert: int | None = None
     factor = None
     if family.global_scale:
         factor = global_factor(family, tensors[family.global_scale])
-    return QuantizedTensor(
+    weight = QuantizedTensor(
         codes,
         scale,
         dtype=family.dtype,
@@ -694,7 +720,15 @@ def build(match: Match, tensors: Mapping[str, Stored], expert: int | None = None
         block=CHANNEL if match.block == TENSOR else match.block,
         global_scale=factor,
         _trusted=True,
-    )
+    ).to(device)
+    if device == "cpu" or weight.has_nan():
+        _refuse(tensors, family.codes, "codes")
+    return weight
+
+
+def _refuse(tensors: Mapping[str, Stored], suffix: str | None, role: str) -> None:
+    if suffix and (fault := fault_of(tensors[suffix], role)):
+        raise wrong(tensors[suffix], f"{fault.text}; the file must be made again")
 
 
 def global_factor(family: Family, tensor: Stored) -> np.ndarray:

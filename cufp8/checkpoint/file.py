@@ -79,18 +79,27 @@ class CheckpointError(ValueError):
 
     Attributes
     ----------
-    tensor : str
-        The name of the tensor that is wrong or missing; empty where the message alone says what is.
+    file, tensor : str
+        Where: the tensor that is wrong or missing, empty where it is all of the file; both where a module is.
     what : str
-        The message without file and tensor, where there is a tensor.
+        The message without them, empty where it is about a module.
+    todo : str
+        What to do, where the message does not say it.
     """
 
-    tensor = what = ""
+    file = tensor = what = todo = ""
+
+    @classmethod
+    def of(cls, file: Path, what: str, tensor: str | None = None) -> CheckpointError:
+        """The error about a file, or a tensor in it."""
+        where = _legible(str(file))
+        error = cls(f"{where}: {'' if tensor is None else f'tensor {_brief.repr(tensor)}: '}{what}")
+        error.file, error.tensor, error.what = where, tensor or "", what
+        return error
 
 
 def _fail(file: Path, what: str, tensor: str | None = None) -> NoReturn:
-    where = "" if tensor is None else f"tensor {_brief.repr(tensor)}: "
-    raise CheckpointError(f"{_legible(str(file))}: {where}{what}") from None
+    raise CheckpointError.of(file, what, tensor) from None
 
 
 def _legible(text: str) -> str:
@@ -377,7 +386,11 @@ def _gather(path: Path, files: list[Path], index: tuple[Path, dict[str, str]] | 
     for file in files:
         with _open_regular(file) as stream:
             state = os.fstat(stream.fileno())
-            metadata[file], entries = read_header(stream, state.st_size, file)
+            try:
+                metadata[file], entries = read_header(stream, state.st_size, file)
+            except CheckpointError as error:
+                error.todo = "get the file again, or make it again"
+                raise
         shard, own = _Shard(file, state), file.name
         for name, dtype, shape, offset, nbytes in entries:
             if index is not None and (place := index[1].get(name)) != own:
@@ -475,9 +488,11 @@ def _entry(name: str, value: Any, room: int, file: Path) -> tuple[int, int, str,
             f"its shape is {_brief.repr(shape)}, more than the {_BYTES_MAX} elements or bytes an array may have",
             name,
         )
-    if not _counts(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= room:
-        allowed = f"two integers in order, from 0 to the {room} bytes of data"
-        _fail(file, f"its data_offsets are {_brief.repr(offsets)}; they must be {allowed}", name)
+    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        _fail(file, f"its data_offsets are {_brief.repr(offsets)}; they must be two integers from 0 on, in order", name)
+    if offsets[1] > room:
+        what = f"its data_offsets are {_brief.repr(offsets)}, but {room} bytes of data follow the header"
+        _fail(file, f"{what}; the file is cut short, or not what its header says", name)
     bits = count * element.bits
     if bits != 8 * (offsets[1] - offsets[0]):
         need = f"{bits // 8} bytes" if bits % 8 == 0 else f"{bits // 8} bytes and {bits % 8} bits"

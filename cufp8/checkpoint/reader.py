@@ -25,10 +25,11 @@ from cufp8.checkpoint.families import (
 )
 from cufp8.checkpoint.file import CheckpointError, Files, Stored
 from cufp8.formats import SCHEMES
-from cufp8.linear import Linear
+from cufp8.linear import Linear, _place
 from cufp8.quantize import QuantizedTensor
 
 STATIC = ("FP8", "NVFP4")  # schemes whose activations need a scale from the file
+_ON_HOST = np.empty(0)  # as a file's arrays are
 UPPER_BOUND = ".input_scale_ub"  # a family that has it bounds the scales found in each call; no layer does
 
 
@@ -154,8 +155,8 @@ class Entry:
             raise ValueError(f"linear: activations is {activations!r}; allowed are '16bit' and 'declared'.")
         options: dict[str, Any] = {}
         if activations == "declared":
-            scheme, inputs = self.declared, self.match.family.inputs
-            if scheme in STATIC and inputs and inputs not in self.tensors:
+            scheme, inputs = self.declared, self.match.family.inputs or ".input_scale"
+            if scheme in STATIC and inputs not in self.tensors:
                 raise CheckpointError(f"module {self.name!r}: {scheme} needs {self.module}{inputs}, which is missing.")
             if scheme not in SCHEMES or inputs == UPPER_BOUND:
                 raise ValueError(
@@ -165,7 +166,9 @@ class Entry:
             options["scheme"] = scheme
             if SCHEMES[scheme].x_static:
                 options["input_scale"] = self._input_scale(self.tensors[inputs])
-        return Linear.from_quantized(self.weight, self.bias, device=self._device, **options)
+        bias, device = self.bias, _place(self._device, _ON_HOST)
+        weight = build(self.match, self.tensors, self.expert, device)
+        return Linear.from_quantized(weight, bias, device=device, **options)
 
     @staticmethod
     def _input_scale(stored: Stored) -> float:
@@ -241,8 +244,8 @@ class Checkpoint(Mapping[str, Entry]):
             for expert in range(experts) if experts else (None,):
                 name = module if expert is None else f"{module}.{expert}"
                 if name in self._entries:
-                    both = f"module {name!r} is there by itself and as an expert of another; leave one out by ignore="
-                    raise CheckpointError(f"{files.path}: {both}")
+                    both = "is there by itself and as an expert of another; leave one out (ignore=, --ignore)"
+                    raise CheckpointError.of(files.path, f"module {name!r} {both}")
                 self._entries[name] = Entry(name, module, expert, tensors, config, device)
         self.arrays: Mapping[str, np.ndarray] = _Arrays(files, dict.fromkeys(n for n in files if n not in owned))
 

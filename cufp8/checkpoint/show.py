@@ -26,17 +26,13 @@ def inspect(checkpoint: Checkpoint, json: bool) -> int:
     console = Console(highlight=False, markup=False)
     for members in _alike(facts["modules"]):
         console.print(_text(members), soft_wrap=True)
-    if members := [module for module in facts["modules"] if "why" in module]:
-        console.print(f"Why, of {checks.legible(members[0]['name'])}: {members[0]['why']}.", soft_wrap=True)
     for module in broken:
         console.print(checks.legible(f"{module['name']} cannot be read: {module['error']}"), soft_wrap=True)
     arrays, count = facts["arrays"], len(facts["modules"])
-    console.print(
-        f"{_many(count, 'quantised module')}, {_many(arrays['count'], 'other tensor')} of {arrays['bytes'] / 1e6:,.1f} "
-        f"MB, {facts['bytes'] / 1e6:,.1f} MB in all."
-    )
+    others = f"{_many(arrays['count'], 'other tensor')} of {_size(arrays['bytes'])}" if arrays["count"] else "no others"
+    console.print(f"{_many(count, 'quantised module')}, {others}, {_size(facts['bytes'])} in all.")
     if facts["cpu"]:
-        console.print(f"No GPU is used: {facts['cpu']}")
+        console.print(f"No GPU is used: {facts['cpu']}", soft_wrap=True)
     return 1 if broken else 0
 
 
@@ -51,17 +47,22 @@ def _alike(modules: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _text(members: list[dict[str, Any]]) -> str:
-    """Two lines about modules that are alike."""
+    """Three lines about modules that are alike."""
     first, count, served = members[0], len(members), members[0]["served_by"]
     name = first["name"] if count == 1 else f"{checks.pattern_of(first['name'])} ({count:,} modules)"
     least, largest = min(m["scale_min"] for m in members), max(m["scale_max"] for m in members)
     scales = f"{least:.2g}" if least == largest else f"{least:.2g} to {largest:.2g}"
     kernels = "no kernel yet" if served is None else ", ".join(dict.fromkeys(served))
-    megabytes = f"{sum(m['bytes'] for m in members) / 1e6:,.1f}"
     shape, block = (" x ".join(map(str, first[key])) for key in ("shape", "block"))
+    each = f"a scale for {block}"
+    if first["block"] == first["shape"]:
+        each = "one scale"
+    elif first["block"] == [1, first["shape"][1]]:
+        each = "a scale a row"
     return (
-        f"{checks.legible(name)}\n    {first['family']}: {shape}, a scale for {block}, {scales}; {megabytes} MB; made "
-        f"for {first['declared']}, with 16-bit activations {first['scheme']}; served by {kernels}"
+        f"{checks.legible(name)}\n    {first['family']}: {shape}, {each}, {scales}; "
+        f"{_size(sum(m['bytes'] for m in members))}; made for {first['declared']}, with 16-bit activations "
+        f"{first['scheme']}; served by {kernels}\n    known by {first['why']}"
     )
 
 
@@ -90,11 +91,18 @@ def check(path: Path, ignore: Sequence[str], json: bool) -> int:
     for finding in sorted(findings, key=lambda f: checks.SEVERITIES.index(f.severity)):
         console.print(str(finding), soft_wrap=True)
     console.print(
-        f"{looked_at / 1e6:,.1f} MB looked at: "
+        f"{_size(looked_at)} looked at: "
         + ", ".join(_many(counts[severity], severity) for severity in checks.SEVERITIES)
         + "."
     )
     return 1 if counts["error"] else 0
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((1e9, "GB"), (1e5, "MB")):
+        if nbytes >= unit:
+            return f"{nbytes / max(unit, 1e6):,.1f} {name}"
+    return f"{nbytes / 1e3:,.1f} kB"
 
 
 def _many(count: int, what: str) -> str:

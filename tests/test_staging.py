@@ -1,0 +1,229 @@
+"""Copies to a GPU through pinned buffers: on the CPU against a GPU that puts every copy off, and on a real one."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cufp8 import staging
+from cufp8.staging import Staging
+
+
+class LateGpu:
+    """As much of CuPy as staging uses. A copy happens when somebody waits for it, and not before.
+
+    So a buffer that is filled again too soon, or a result that is handed out too soon, shows in the values.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.queued: list[tuple[int, int, int]] = []
+        self.done = 0
+        self.copies: list[int] = []  # bytes of each
+        self.plain = 0
+        self.fail_at: int | None = None
+        self.pinned: set[int] = set()
+        self.pinned_bytes: list[int] = []
+        self.waited: list[Any] = []
+        outer = self
+
+        class Event:
+            def __init__(self, **options: Any) -> None:
+                self.until = 0
+
+            def record(self, stream: Any = None) -> None:
+                with outer.lock:
+                    self.until = len(outer.queued)
+
+            def synchronize(self) -> None:
+                outer.run(self.until)
+
+        class Stream:
+            ptr = 7
+
+            def __init__(self, **options: Any) -> None:
+                assert options == {"non_blocking": True}
+
+            def record(self) -> Event:
+                event = Event()
+                event.record()
+                return event
+
+            def synchronize(self) -> None: ...
+
+            def wait_event(self, event: Event) -> None:
+                outer.waited.append(event)
+
+        class Device:
+            def __init__(self, index: int) -> None:
+                assert index == 0
+
+            def __enter__(self) -> None: ...
+
+            def __exit__(self, *_: object) -> None: ...
+
+        current = Stream(non_blocking=True)
+        attributes = lambda ptr: SimpleNamespace(type=int(ptr in self.pinned))  # noqa: E731
+        self.runtime = SimpleNamespace(memcpyAsync=self.copy, getDevice=lambda: 0, pointerGetAttributes=attributes)
+        self.cuda = SimpleNamespace(
+            Event=Event, Stream=Stream, Device=Device, runtime=self.runtime, alloc_pinned_memory=self.pin,
+            get_current_stream=lambda: current,
+        )  # fmt: skip
+
+    def pin(self, nbytes: int) -> bytearray:
+        self.pinned_bytes.append(nbytes)
+        return bytearray(nbytes)
+
+    def copy(self, destination: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        assert (kind, stream) == (1, 7)
+        with self.lock:
+            if len(self.copies) == self.fail_at:
+                self.fail_at = None
+                raise RuntimeError("the bus broke")
+            self.copies.append(nbytes)
+            self.queued.append((destination, source, nbytes))
+
+    def run(self, until: int) -> None:
+        with self.lock:
+            for of in self.queued[self.done : until]:
+                ctypes.memmove(*of)
+            self.done = max(self.done, until)
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        array = np.full(shape, 0xEE, np.uint8) if dtype == np.uint8 else np.zeros(shape, dtype)
+        return SimpleNamespace(array=array, data=SimpleNamespace(ptr=array.ctypes.data), set=self.set(array))
+
+    def set(self, array: np.ndarray) -> Any:
+        return lambda a: np.copyto(array, a)
+
+    def asarray(self, a: Any) -> Any:
+        self.plain += 1
+        return SimpleNamespace(array=np.array(a))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateGpu]:
+    made = LateGpu()
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    monkeypatch.setattr(staging, "_made", {})
+    yield made
+    staging.release()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("size", [1, 999, 1000, 1001, 40_000, 40_123])
+def test_every_byte_arrives_once(gpu: LateGpu, rng: np.random.Generator, threads: int, size: int) -> None:
+    s = Staging(0, threads=threads, slice_bytes=1000)
+    for _ in range(3):
+        a = rng.integers(0, 256, size, np.uint8)
+        np.testing.assert_array_equal(s.copy(a).array, a)
+    assert sum(gpu.copies) == 3 * size and max(gpu.copies) <= 1000 and len(gpu.copies) == 3 * -(-size // 1000)
+    assert gpu.pinned_bytes == [2 * threads * 1000] == [s.nbytes]
+    if threads == 1:
+        assert len({source for _, source, _ in gpu.queued}) == min(2, len(gpu.copies)), "both buffers take turns"
+    assert len(gpu.waited) == 3  # for what the memory was used for before
+    s.close()
+
+
+def test_several_arrays_at_once(gpu: LateGpu, rng: np.random.Generator) -> None:
+    s = Staging(0, threads=3, slice_bytes=512)
+    arrays = [rng.integers(0, 256, (int(n), 7), np.uint8) for n in rng.integers(1, 3000, 24)]
+    with ThreadPoolExecutor(4) as pool:
+        for a, b in zip(arrays, pool.map(s.copy, arrays), strict=True):
+            np.testing.assert_array_equal(b.array, a)
+    s.close()
+
+
+def test_addresses_that_no_dtype_has(gpu: LateGpu, rng: np.random.Generator) -> None:
+    """As in a file's map."""
+    a = rng.integers(0, 256, 8001, np.uint8)[1:].view(np.float32).reshape(20, 100)
+    a.flags.writeable = False
+    s = Staging(0, threads=2, slice_bytes=1000)
+    b = s.copy(a).array
+    assert b.dtype == np.float32 and b.shape == a.shape and b.tobytes() == a.tobytes()
+    s.close()
+
+
+def test_an_error_leaves_nothing_under_way(gpu: LateGpu, rng: np.random.Generator) -> None:
+    s = Staging(0, threads=3, slice_bytes=100)
+    a = rng.integers(0, 256, 5000, np.uint8)
+    for at in (0, 1, 17, 49):
+        gpu.fail_at = len(gpu.copies) + at
+        with pytest.raises(RuntimeError, match="the bus broke"):
+            s.copy(a)
+        assert gpu.done == len(gpu.queued), "a copy was on its way into memory that is free again"
+        np.testing.assert_array_equal(s.copy(a).array, a)
+    s.close()
+
+
+def test_what_needs_no_buffers_makes_none(gpu: LateGpu) -> None:
+    big = np.arange(staging.LEAST_BYTES, dtype=np.uint32).astype(np.uint8)
+    for a in (big[: staging.LEAST_BYTES - 1], np.empty(0, np.uint8), np.stack([big, big], axis=1)[:, 0]):
+        np.testing.assert_array_equal(staging.to_gpu(a).array, a)
+    assert gpu.plain == 3
+    gpu.pinned.add(big.ctypes.data)
+    np.testing.assert_array_equal(staging.to_gpu(big).array, big)
+    assert not gpu.pinned_bytes and not gpu.copies
+    gpu.pinned.clear()
+    np.testing.assert_array_equal(staging.to_gpu(big).array, big)
+    assert gpu.plain == 3 and sum(gpu.copies) == big.size
+
+
+def test_buffers_are_made_once_and_released(gpu: LateGpu) -> None:
+    a = np.ones(staging.LEAST_BYTES, np.uint8)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(staging.to_gpu, [a] * 8))
+    assert len(gpu.pinned_bytes) == 1 and gpu.pinned_bytes[0] <= 2 * staging.THREADS * staging.SLICE_BYTES < 64 << 20
+    staging.release()
+    staging.release()
+    assert not [t for t in threading.enumerate() if t.name.startswith("cufp8-staging")]
+    np.testing.assert_array_equal(staging.to_gpu(a).array, a)
+    assert len(gpu.pinned_bytes) == 2
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [staging.LEAST_BYTES, 3 * staging.SLICE_BYTES + 17, 77_777_777])
+def test_a_gpu_gets_every_byte(rng: np.random.Generator, size: int) -> None:
+    import cupy
+
+    a = rng.integers(0, 256, size + 1, np.uint8)[1:]
+    for _ in range(2):
+        b = staging.to_gpu(a)
+        np.testing.assert_array_equal(cupy.asnumpy(b), a)
+        b.fill(0xEE)  # the second round may get this memory, while it is being filled
+        del b
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_several_arrays_at_once(rng: np.random.Generator) -> None:
+    import cupy
+
+    arrays = [rng.integers(0, 256, int(n), np.uint8) for n in rng.integers(1, 30_000_000, 12)]
+    with ThreadPoolExecutor(4) as pool:
+        for a, b in zip(arrays, pool.map(staging.to_gpu, arrays), strict=True):
+            np.testing.assert_array_equal(cupy.asnumpy(b), a)
+    staging.release()
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_not_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    monkeypatch.setattr(staging, "_made", {})
+    memory = cupy.cuda.alloc_pinned_memory(8 << 20)
+    a = np.frombuffer(memory, np.uint8, 8 << 20)
+    a[:] = np.arange(a.size, dtype=np.uint32).astype(np.uint8)
+    np.testing.assert_array_equal(cupy.asnumpy(staging.to_gpu(a)), a)
+    assert not staging._made
+    assert staging.to_gpu(b := cupy.ones(3)) is b
