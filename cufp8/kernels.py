@@ -124,9 +124,9 @@ LINEAR_ARGS = struct.Struct("@PPPPPqqiiiiiiiiixxxx")
 # the same, then a tile's units, how many tiles have one more, ways, where sums lie, early, and the tensor map of x
 TENSOR_MAP_BYTES = 128
 TILE_ARGS = struct.Struct(f"{LINEAR_ARGS.format}iiiii12x{TENSOR_MAP_BYTES}s")
-# a b, scale a b, bias y workspace, strides of a b y, then m n k out, scales' steps of a b, aligned mapped weights,
-# stages split, tile sums early shared, and the tensor maps of a b y
-SCALED_ARGS = struct.Struct("@PPPPPPPqqqiiiiiiiiiiiiiii52x" + f"{TENSOR_MAP_BYTES}s" * 3)
+# a b, scale a b, bias y workspace, strides of a b y, then m n k out, scales' steps of a b, aligned whole weights,
+# stages split, tile sums early shared, and the tensor maps of a b
+SCALED_ARGS = struct.Struct("@PPPPPPPqqqiiiiiiiiiiiiiii52x" + f"{TENSOR_MAP_BYTES}s" * 2)
 QUANTIZE_ARGS = struct.Struct("@PPPPqqqq")  # w codes scale status, strides n k, pitch, k
 # x second residual sum codes scale given, strides and steps, then m k value eps 1/k found mode e5m2
 ACTIVATION_ARGS = struct.Struct("@PPPPPPPqqqqqqqiifffiii")
@@ -182,7 +182,7 @@ class Launch:
     smem_bytes: int = 0  # dynamic shared memory
     fields: tuple[int, ...] = ()  # of the argument block after those of LINEAR_ARGS
     box: int = 0  # rows of x that a copy by a tensor map brings; 0: the kernel takes no map
-    boxes: tuple[int, int, int] = (0, 0, 0)  # rows of a, b and y, of a kernel of scaled.cuh
+    boxes: tuple[int, int] = (0, 0)  # rows of a and b that copies by tensor maps bring, of a kernel of scaled.cuh
     workspace: int = 0  # bytes on the GPU that its blocks need to give each other sums
 
 
@@ -485,21 +485,19 @@ _FEW = {
     (128, 128, False): 1,
     (128, 256, False): 1,
     (128, 128, True): 2,
-    (256, 128, True): 1,
 }
 _FEW_OWN_SUMS = 32  # to so many tokens the sums have memory of their own
 
-# On an H200: ns of a stage of a block of scaled_wgmma.cu, then of a tile's begin and end.
-_SCALED_NS = {True: (783, 3040), False: (916, 2760)}
-_PARTS_NS = 4000  # more, for each cluster that a tile's steps are shared with
-# Of scaled_few.cu, ns on an H200: a stage of a block, what each product of 256 channels and 128 tokens adds to it, a
-# block's begin and end, and adding up the sums of a cluster. Assumed: bytes a ns that memory gives to all blocks, and
-# memory and L2 to one.
-_FEW_STAGE_NS, _FEW_PRODUCT_NS, _FEW_END_NS, _SUMS_NS = 440, 830, 2000, 700
-_MEMORY_RATE, _BLOCK_RATE, _L2_RATE = 4400, 45, 65
+# On an H200: ns of a step of a tile of scaled_wgmma.cu, with sums in the tensor cores' registers and without; of its
+# begin and of a tile's end; of giving sums to another cluster and of taking them.
+_WGMMA_STEP_NS, _TILE_NS, _PARTS_NS, _PART_NS = {True: 780, False: 940}, 2000, 5000, 2000
+# Of scaled_few.cu, on an H200: ns of a step at least, of products of 256 channels and 128 tokens, of a block's begin
+# and end, and of adding up the sums of a cluster; bytes a ns that memory gives to all blocks, L2 to a multiprocessor.
+_FEW_STEP_NS, _FEW_PRODUCT_NS, _FEW_END_NS, _SUMS_NS = 250, {True: 700, False: 1000}, 4000, 3000
+_MEMORY_RATE, _L2_RATE = 4400, 66
 
 
-# Of scaled_async.cu: tokens, units of 16 channels of a block -> steps of k that a warp has on their way.
+# Tokens and units of a block of scaled_async.cu -> steps of k that a warp has on their way.
 _SCALED_ASYNC_SHAPES = {(8, 1): 2, (8, 2): 2, (16, 2): 2}
 _SCALED_ASYNC_WARPS = 16  # of a block at most
 
@@ -511,13 +509,18 @@ def _has_formats(formats: tuple[str, str], target: Target, p: ScaledProblem) -> 
 def _scaled_async_entries(arch: Arch) -> tuple[str, ...]:
     if arch.cc < (8, 0):  # no cp.async
         return ()
-    return tuple(f"scaled_async_{tokens}_{units}" for tokens, units in _SCALED_ASYNC_SHAPES)
+    # On Hopper scaled_few.cu serves where two units would pay for 8 tokens.
+    shapes = [shape for shape in _SCALED_ASYNC_SHAPES if shape != (8, 2) or not arch.wgmma]
+    return tuple(f"scaled_async_{tokens}_{units}" for tokens, units in shapes)
 
 
 def _scaled_async_serves(formats: tuple[str, str], target: Target, p: ScaledProblem) -> bool:
-    most = max(tokens for tokens, _ in _SCALED_ASYNC_SHAPES)
-    fits = arch_of(target.arch).cc >= (8, 0) and p.aligned16 and p.m <= most
-    return fits and _has_formats(formats, target, p)
+    # us of a chain on an H200, against scaled_few.cu. M = 1: 4096x4096 5.6 / 8.1, 4096x14336 16.9 / 19.3, but
+    # 14336x4096 16.7 / 16.6, 7168x16384 33.0 / 32.0, 28672x8192 60.8 / 58.3. M = 16: 4096x4096 7.7 / 8.6, 4096x14336
+    # 18.7 / 18.7.
+    arch, most = arch_of(target.arch), max(tokens for tokens, _ in _SCALED_ASYNC_SHAPES)
+    fits = arch.cc >= (8, 0) and p.aligned16 and p.m <= most and _has_formats(formats, target, p)
+    return fits and (_ceil(p.n, UNIT) <= 2 * target.sms or not _few_serves(formats, target, p))
 
 
 def scaled_async_launch(
@@ -541,12 +544,10 @@ def scaled_async_launch(
 
 
 def _scaled_async_plan(target: Target, p: ScaledProblem) -> Launch:
-    # Assumed, after what was measured of async_mma.cu: more warps where a multiprocessor has one block alone or k is
-    # long; two units, which share a's copies and conversions, where there are blocks enough.
-    all_units, steps = _ceil(p.n, UNIT), _ceil(p.k, SCALED_STEP)
-    units = 2 if p.m > 8 or all_units > 2 * target.sms else 1
-    alone = _ceil(all_units, units) <= target.sms
-    return scaled_async_launch(target, p, units, 16 if alone or (units == 1 and steps >= 112) else 8)
+    # us of a chain on an H200, 4096x4096, M = 1 by 4 / 8 / 12 warps: 6.1 / 5.6 / 6.2; M = 16 by 8 / 12: 8.0 / 7.7. Two
+    # units share a's copies and conversions.
+    units = 2 if p.m > 8 or _ceil(p.n, UNIT) > 4 * target.sms else 1
+    return scaled_async_launch(target, p, units, 12 if p.m > 8 else 8, per_sm=2)
 
 
 def _scaled_wgmma_tiles(target: Target, p: ScaledProblem) -> int:
@@ -557,15 +558,15 @@ def _scaled_wgmma_tiles(target: Target, p: ScaledProblem) -> int:
 def _scaled_wgmma_choice(target: Target, p: ScaledProblem) -> tuple[float, int, int]:
     """ns, clusters, and how many tiles they share the steps of."""
     tiles, steps, room = _scaled_wgmma_tiles(target, p), _ceil(p.k, SCALED_STEP), target.sms // 2
-    stage_ns, end_ns = _SCALED_NS[p.fast_accum]
-    rounds = _ceil(tiles, room)
-    choices = [(rounds * (steps * stage_ns + end_ns), min(tiles, room), 0)]
-    clusters = min(room, tiles * steps // 8)
-    if clusters > tiles or (tiles > room and tiles % room):
-        whole = max(0, tiles // room - 1)  # rounds of whole tiles: of one round and what is left the steps are shared
-        shared = tiles - whole * room
-        ns = (whole * steps + _ceil(shared * steps, clusters)) * stage_ns + rounds * end_ns
-        choices.append((ns + _PARTS_NS * _ceil(clusters, shared), clusters, shared))
+    step_ns, rounds = _WGMMA_STEP_NS[p.fast_accum], _ceil(tiles, room)
+    choices = [(rounds * (steps * step_ns + _TILE_NS) + _TILE_NS, min(tiles, room), 0)]
+    # Of one round and what is left after it the steps are shared; where that is less than one round, also evenly.
+    whole = max(0, tiles // room - 1)
+    shared = tiles - whole * room
+    for clusters in {room, room // shared * shared} if tiles % room else set():
+        if shared < clusters <= shared * steps // 4 or (shared > clusters == room):
+            ns = (whole * steps + _ceil(shared * steps, clusters)) * step_ns + (rounds + 1) * _TILE_NS
+            choices.append((ns + _PARTS_NS + _ceil(clusters, shared) * _PART_NS, clusters, shared))
     return min(choices)
 
 
@@ -578,7 +579,7 @@ def scaled_wgmma_launch(target: Target, p: ScaledProblem, clusters: int, shared:
     stages = (target.smem_bytes - WGMMA_TAIL_BYTES) // (_SCALED_STAGE + 16)
     return Launch(
         f"scaled_wgmma_{'fast' if p.fast_accum else 'promoted'}", (2 * clusters, 1, 1), 384, 2, stages,
-        stages * (_SCALED_STAGE + 16) + WGMMA_TAIL_BYTES, (0, 0, 1, shared), boxes=(128, 128, 16),
+        stages * (_SCALED_STAGE + 16) + WGMMA_TAIL_BYTES, (0, 0, 1, shared), boxes=(128, 128),
         workspace=FLAG_BYTES + target.sms // 2 * SCALED_TILE**2 * 4 if shared else 0,
     )  # fmt: skip
 
@@ -596,24 +597,29 @@ def _few_serves(formats: tuple[str, str], target: Target, p: ScaledProblem) -> b
 def _few_choice(target: Target, p: ScaledProblem) -> tuple[float, tuple[int, int, bool], int, int, int]:
     """ns, entry, channels of a block, blocks of a cluster, and how many blocks divide a multiprocessor."""
     steps, choices = _ceil(p.k, SCALED_STEP), []
-    fits = next((t for t, *_ in _FEW if p.m <= t), 256)
-    usable = [shape for shape in _FEW if shape[0] in {fits, min(fits, 128)} and (p.fast_accum or not shape[2])]
+    fits = next((t for t, *_ in _FEW if p.m <= t), 128)
+    usable = [shape for shape in _FEW if shape[0] == fits and (p.fast_accum or not shape[2])]
     for shape, (split, share) in itertools.product(usable, _CLUSTERED.items()):
-        tokens, widest, _ = shape
+        tokens, widest, fast = shape
         groups = _ceil(p.m, tokens)
         if split > 1 and steps < 4 * split:
             continue
-        room = max(1, int(target.sms * share) // split)  # clusters at a time
-        rounds = _ceil(_ceil(p.n, widest) * groups, room)
-        tile = min(widest, _ceil(_ceil(p.n, max(1, rounds * room // groups)), 16) * 16)
-        rounds = _ceil(_ceil(p.n, tile) * groups, room)
-        stage = max(
-            tile * SCALED_STEP / _BLOCK_RATE,
-            (tile + tokens) * SCALED_STEP / _L2_RATE,
-            _FEW_STAGE_NS + tile * tokens / (256 * 128) * _FEW_PRODUCT_NS,
-        )
-        ns = max(rounds * _ceil(steps, split) * stage, p.n * p.k / _MEMORY_RATE)
-        choices.append((ns + rounds * (_FEW_END_NS + _SUMS_NS * (split > 1)), shape, tile, split, _FEW[shape]))
+        for per_sm in {1, _FEW[shape]}:
+            room = max(1, int(target.sms * share) * per_sm // split)  # clusters at a time
+            rounds = _ceil(_ceil(p.n, widest) * groups, room)
+            tile = min(widest, _ceil(_ceil(p.n, max(1, rounds * room // groups)), 16) * 16)
+            clusters = _ceil(p.n, tile) * groups
+            rounds, there = _ceil(clusters, room), min(clusters, room) * split
+            on_one = _ceil(there, target.sms)  # blocks on a multiprocessor
+            wide = 2 * min(tile, widest // 2)  # the first of two warpgroups has the first half of the widest tile
+            step = max(
+                _FEW_STEP_NS * on_one,
+                tile * SCALED_STEP * there / min(groups, there) / _MEMORY_RATE,
+                (tile + tokens) * SCALED_STEP * on_one / _L2_RATE,
+                wide * tokens / (256 * 128) * _FEW_PRODUCT_NS[fast] * on_one,
+            )
+            ns = rounds * (_ceil(steps, split) * step + _FEW_END_NS + _SUMS_NS * (split > 1))
+            choices.append((max(ns, p.n * p.k / _MEMORY_RATE), shape, tile, split, per_sm))
     return min(choices)
 
 
@@ -635,11 +641,11 @@ def few_launch(
     ring = stages * (stage + 16)
     groups = _ceil(p.m, tokens)
     x, (y, z) = _ceil(p.n, tile) * split, _token_groups(groups)
-    threads = 384 if tokens == 256 or (tokens == 128 and not fast) else 320
+    threads = 384 if tokens == 128 and not fast else 320
     return Launch(
         _few_entry(shape), (x, y, z), threads, split, stages,
         max(ring + own_sums + beyond, sums), (tile, ring if own_sums else 0, x * y * z <= target.sms * per_sm, 0),
-        boxes=(tokens, tile, 0),
+        boxes=(tokens, tile),
     )  # fmt: skip
 
 

@@ -126,19 +126,17 @@ def _queue(
     """
     (m, n, k), size = shape, _SIZES[out_dtype]
     (a_ptr, a_stride, scale_a, step_a), (b_ptr, b_stride, scale_b, step_b), (y_ptr, y_stride) = a, b, y
-    maps, mapped = (b"", b"", b""), False
+    whole = not (y_ptr | y_stride * size | n * size) & 15
+    maps = b"", b""
     if launch.boxes[0]:
-        # A store by a map ends on 16 bytes: where a row does not, it would write beyond it.
-        mapped = launch.boxes[2] > 0 and not (y_ptr | y_stride * size | n * size) & 15
         maps = (
             runtime.tensor_map(a_ptr, m, k, a_stride, launch.boxes[0], 1),
             runtime.tensor_map(b_ptr, n, k, b_stride, launch.boxes[1], 1),
-            runtime.tensor_map(y_ptr, m, n, y_stride, launch.boxes[2], size) if mapped else b"",
         )
     workspace = launch.workspace and runtime.workspace(launcher.device, stream, launch.workspace)
     launcher(
         stream, a_ptr, b_ptr, scale_a, scale_b, bias, y_ptr, workspace, a_stride, b_stride, y_stride,
-        m, n, k, _OUT[out_dtype], step_a, step_b, aligned, mapped, weights, launch.stages, launch.split,
+        m, n, k, _OUT[out_dtype], step_a, step_b, aligned, whole, weights, launch.stages, launch.split,
         *launch.fields, *maps,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ struct ScaledArgs {
     int out; // dtype of y, a ScaledOut
     int scale_a_step, scale_b_step;
     int aligned; // every row of a and of b starts on 16 bytes
-    int mapped;  // y_map is one; else y is written element by element
+    int whole;   // every row of y starts and ends on 16 bytes
     int weights; // b was not written by the kernel before this one: it may be read before the wait
     int stages;  // of the ring in shared memory
     int split;   // blocks of a cluster
@@ -26,7 +26,7 @@ struct ScaledArgs {
     int sums;    // where in shared memory the sums of a cluster lie
     int early;   // the next kernel may start with this one; else when the one before is done
     int shared;  // the first so many tiles, whose steps along k are shared out
-    alignas(64) uint8_t a_map[128], b_map[128], y_map[128];
+    alignas(64) uint8_t a_map[128], b_map[128];
 };
 static_assert(sizeof(ScaledArgs) == ARGS_BYTES, "ScaledArgs and kernels.SCALED_ARGS must agree");
 
@@ -55,11 +55,16 @@ __device__ __forceinline__ void store_scaled(void *y, int64_t i, float v, int ou
 
 #if __CUDA_ARCH__ >= 800
 // Two values as a 16-bit y has them, the first in the low half.
+template <int OUT> __device__ __forceinline__ uint32_t two_of(float first, float second) {
+    uint32_t two;
+    if (OUT == SCALED_BF16)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(second), "f"(first));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(second), "f"(first));
+    return two;
+}
 __device__ __forceinline__ uint32_t two_of(float first, float second, int out) {
-    uint32_t bf16, f16;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bf16) : "f"(second), "f"(first));
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(f16) : "f"(second), "f"(first));
-    return out == SCALED_BF16 ? bf16 : f16;
+    return out == SCALED_BF16 ? two_of<SCALED_BF16>(first, second) : two_of<SCALED_F16>(first, second);
 }
 #endif
 

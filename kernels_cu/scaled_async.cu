@@ -89,7 +89,16 @@ template <int TOKENS, int UNITS, int RING> __device__ __forceinline__ void scale
         row += warps * K_STEP;
     };
 
-    if (!args.weights) wait_for_previous();
+    if (!args.weights) {
+        if (lane % 4 == 0) // into L2, where all writes meet: 5.8 / 5.5 us at 4096x4096, M = 1, on an H200
+#pragma unroll
+            for (int i = 0; i < RING; ++i)
+#pragma unroll
+                for (int c = 0; c < 2 * UNITS; ++c)
+                    if (warp + i * warps < steps && !(cut && i == 0))
+                        asm volatile("prefetch.global.L2 [%0];" ::"l"(b[c] + i * warps * K_STEP));
+        wait_for_previous();
+    }
     if (cut)
 #pragma unroll
         for (int c = 0; c < 2 * UNITS; ++c) load_cut(2 * c, b[c]);

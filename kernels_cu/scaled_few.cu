@@ -1,10 +1,10 @@
 // y[m, n] = round(fmaf(scale_a[m] * sum_k a[m, k] * b[n, k], scale_b[n], bias[n])) by wgmma, sm_90a: for few tokens,
 // where the bytes of b decide. b is the left operand, and only so many tokens are multiplied. Every 128 of k is added
-// in float32, but with 256 tokens: there sums stay in the tensor cores' registers.
+// in float32 (promoted), or sums stay in the tensor cores' registers (fast).
 // a and b codes by tensor maps, boxes of TOKENS and of `tile` rows and 128 of k, zeros past m, n, k; see scaled.cuh.
 // Grid: (tiles of `tile` channels, a multiple of 16 up to 128 * HALVES, x a cluster of blocks that share k, groups of
-// TOKENS). Block: 8 warps that multiply, one that copies b, one that copies a; from 128 tokens on two more, which give
-// their registers away.
+// TOKENS). Block: 8 warps that multiply, one that copies b, one that copies a; of 128 tokens and promoted two more, which
+// give their registers away.
 // Shared memory, dynamic: `stages` x {b [tile][128 bytes], a [TOKENS][128 bytes]}, the barriers; the sums, [blocks of a
 // cluster][8 * HALVES / blocks units][TOKENS / 8][32 lanes] float4, after them or, from 64 tokens on, in the ring's
 // place.
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_fragment(const ScaledArgs &args, int token
 
 template <int TOKENS, int HALVES, bool PROMOTED> __device__ __forceinline__ void scaled_few(const ScaledArgs &args) {
     constexpr int FRAGMENTS = TOKENS / 8, UNITS = MATH_WARPS * HALVES;
-    constexpr bool OWN_SUMS = TOKENS < 64, GIVES_REGISTERS = TOKENS == 256 || (TOKENS == 128 && PROMOTED);
+    constexpr bool OWN_SUMS = TOKENS < 64, GIVES_REGISTERS = TOKENS == 128 && PROMOTED;
     extern __shared__ __align__(1024) uint8_t memory[];
 
     // Taken from lane 0: the compiler then knows that a whole warp goes one way.
@@ -202,4 +202,3 @@ ENTRY(scaled_few_64_256, 64, 2, true, 320, 1)
 ENTRY(scaled_few_128_128, 128, 1, true, 384, 1)
 ENTRY(scaled_few_128_256, 128, 2, true, 384, 1)
 ENTRY(scaled_few_128_128_fast, 128, 1, false, 320, 2)
-ENTRY(scaled_few_256_128_fast, 256, 1, false, 384, 1)

@@ -1,6 +1,5 @@
 // y[m, n] = round(fmaf(scale_a[m] * sum_k a[m, k] * b[n, k], scale_b[n], bias[n])) by wgmma, sm_90a: for many tokens.
-// a and b codes by tensor maps, boxes of 128 rows and 128 of k, zeros past m, n, k; y by a map too, 16 rows and 128
-// bytes a box, where it has one; see scaled.cuh. A cluster of two blocks has tiles of 256 x 256, a block 128 tokens.
+// a and b codes by tensor maps, boxes of 128 rows and 128 of k, zeros past m, n, k; see scaled.cuh. A cluster of two blocks has tiles of 256 x 256, a block 128 tokens.
 // Sums stay in the tensor cores' registers (fast), or every 128 of k is added in float32 (promoted).
 // Grid: as many clusters as fit, each takes tile after tile, down a band of BAND tiles of tokens, then along n; where
 // the tiles do not fill them evenly they share the steps of the first ones.
@@ -53,27 +52,25 @@ struct Pieces {
     }
 
     // The sums of `TILES` fragments, whose channels begin at `first` of the half.
-    template <int TILES>
+    template <int TILES, int OUT>
     __device__ __forceinline__ void store(const float (*sum)[4], int token, int channel, int first,
                                           const float (&scale_a)[2]) {
-        uint8_t *piece = memory + count % 2 * PIECE_BYTES;
-        if (lane == 0) cp_async_bulk_wait_read<1>(); // the piece before the last one has been read
-        __syncwarp();                                // and all may write there
+        constexpr int SIZE = OUT == SCALED_F32 ? 4 : 2;
+        uint8_t *piece = memory + count++ % 2 * PIECE_BYTES; // what it held was read before the other one was written
         const auto finish = [&](int j, float (&v)[4]) {
             const float4 two = reinterpret_cast<const float4 *>(columns + first)[j * 4 + lane % 4];
 #pragma unroll
             for (int r = 0; r < 4; ++r)
                 v[r] = fmaf(sum[j][r] * scale_a[r / 2], r % 2 ? two.z : two.x, r % 2 ? two.w : two.y);
         };
-        if constexpr (TILES == 8) {
+        if constexpr (OUT != SCALED_F32) {
             const int row = lane % 16; // of the matrix that this lane gives the address of
 #pragma unroll
             for (int j = 0; j < TILES; j += 2) {
                 float v[2][4];
                 finish(j, v[0]), finish(j + 1, v[1]);
-                const uint4 matrices =
-                    make_uint4(two_of(v[0][0], v[0][1], args.out), two_of(v[0][2], v[0][3], args.out),
-                               two_of(v[1][0], v[1][1], args.out), two_of(v[1][2], v[1][3], args.out));
+                const uint4 matrices = make_uint4(two_of<OUT>(v[0][0], v[0][1]), two_of<OUT>(v[0][2], v[0][3]),
+                                                  two_of<OUT>(v[1][0], v[1][1]), two_of<OUT>(v[1][2], v[1][3]));
                 stmatrix_x4(smem_address(piece) + row * 128 + ((j + lane / 16 ^ row % 8) << 4), matrices);
             }
         } else {
@@ -89,26 +86,39 @@ struct Pieces {
                 }
             }
         }
-        if (args.mapped) {
-            fence_proxy_async();
-            __syncwarp(); // the piece is whole
-            if (lane == 0) cp_async_bulk_tensor_store(args.y_map, channel + first, token, piece);
+        __syncwarp(); // the piece is whole
+        uint8_t *to = static_cast<uint8_t *>(args.y) + (int64_t(token) * args.y_stride + channel + first) * SIZE;
+        const int bytes = (args.n - channel - first) * SIZE; // of a row, from here to its end
+        if (args.whole) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = i * 4 + lane / 8, at = lane % 8;
+                const uint4 v = *reinterpret_cast<const uint4 *>(piece + row * 128 + ((at ^ row % 8) << 4));
+                if (token + row < args.m && at * 16 < bytes)
+                    *reinterpret_cast<uint4 *>(to + row * args.y_stride * SIZE + at * 16) = v;
+            }
         } else {
-            __syncwarp();
-            const int size = TILES == 8 ? 2 : 4;
 #pragma unroll 1
             for (int i = lane; i < PIECE_ROWS * 8 * TILES; i += 32) {
-                const int row = i / (8 * TILES), c = i % (8 * TILES);
-                const uint8_t *from = piece + row * 128 + ((c * size / 16 ^ row % 8) << 4) + c * size % 16;
-                if (token + row >= args.m || channel + first + c >= args.n) continue;
-                const int64_t to = (token + row) * args.y_stride + channel + first + c;
-                if (TILES == 8)
-                    static_cast<uint16_t *>(args.y)[to] = *reinterpret_cast<const uint16_t *>(from);
+                const int row = i / (8 * TILES), at = i % (8 * TILES) * SIZE;
+                const uint8_t *from = piece + row * 128 + ((at / 16 ^ row % 8) << 4) + at % 16;
+                if (token + row >= args.m || at >= bytes) continue;
+                if (SIZE == 2)
+                    *reinterpret_cast<uint16_t *>(to + row * args.y_stride * SIZE + at) =
+                        *reinterpret_cast<const uint16_t *>(from);
                 else
-                    static_cast<float *>(args.y)[to] = *reinterpret_cast<const float *>(from);
+                    *reinterpret_cast<float *>(to + row * args.y_stride * SIZE + at) =
+                        *reinterpret_cast<const float *>(from);
             }
         }
-        ++count;
+    }
+
+    template <int OUT>
+    __device__ __forceinline__ void store_half(const float (*sum)[4], int token, int channel,
+                                               const float (&scale_a)[2]) {
+        constexpr int TILES = OUT == SCALED_F32 ? 4 : 8; // fragments of 128 bytes
+#pragma unroll
+        for (int j = 0; j < 16; j += TILES) store<TILES, OUT>(sum + j, token, channel, 8 * j, scale_a);
     }
 
     // `mine`: what `load` said of the tile, asked for before the products.
@@ -119,14 +129,14 @@ struct Pieces {
             meet(); // all have read the columns before
             columns[warp * 32 + lane] = mine[half];
             meet(); // these are there
+            const float (*of)[4] = sum + half * 16;
             const int first = channel + half * BOX;
-            if (args.out == SCALED_F32) {
-#pragma unroll
-                for (int j = 0; j < 16; j += 4) store<4>(sum + half * 16 + j, token, first, 8 * j, scale_a);
-            } else {
-#pragma unroll
-                for (int j = 0; j < 16; j += 8) store<8>(sum + half * 16 + j, token, first, 8 * j, scale_a);
-            }
+            if (args.out == SCALED_BF16)
+                store_half<SCALED_BF16>(of, token, first, scale_a);
+            else if (args.out == SCALED_F16)
+                store_half<SCALED_F16>(of, token, first, scale_a);
+            else
+                store_half<SCALED_F32>(of, token, first, scale_a);
         }
     }
 };
@@ -343,7 +353,6 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
             }
             y.store_all(sum, token, tile.channel, scale_a, mine);
         }
-        if (lane == 0) cp_async_bulk_wait_read<0>(); // its memory is this block's until then
     }
     cluster_stay(); // the other block copies into this one's memory, and arrives at its barriers
 }

@@ -1,8 +1,6 @@
-// More of bulk.cuh, sm_90 and newer: copies into several blocks at once, copies out of shared memory, and what orders
-// them. Functions are named after their instructions.
-// Copies run beside the threads (the async proxy): a copy out sees what was written before a fence_proxy_async of the
-// thread that wrote. Stores of a thread are committed one by one and waited for in their order.
-// Source: PTX ISA, cp.async.bulk.tensor, fence.proxy, mbarrier.arrive, barrier, stmatrix.
+// More of bulk.cuh, sm_90 and newer: copies into several blocks at once, and what orders them. Functions are named after
+// their instructions.
+// Source: PTX ISA, cp.async.bulk.tensor, mbarrier.arrive, barrier, stmatrix.
 #pragma once
 #include "bulk.cuh"
 
@@ -38,21 +36,6 @@ __device__ __forceinline__ void cp_async_bulk_tensor_multicast(void *to, const v
                  "l"(map), "r"(column), "r"(row), "r"(smem_address(barrier)), "h"(blocks)
                  : "memory");
 }
-
-// A box from shared memory to where a map says; what lies outside of the map is not written.
-__device__ __forceinline__ void cp_async_bulk_tensor_store(const void *map, int column, int row, const void *from) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];\n"
-                 "cp.async.bulk.commit_group;" ::"l"(map),
-                 "r"(column), "r"(row), "r"(smem_address(from))
-                 : "memory");
-}
-
-// All but the last PENDING stores of this thread have read their shared memory.
-template <int PENDING> __device__ __forceinline__ void cp_async_bulk_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void prefetch_tensormap(const void *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -518,8 +518,9 @@ class Launched:
         at(scale, q.scale.shape, (4 * scale_stride, 4), np.float32)[...] = q.scale
 
     def multiply(self, *f: Any) -> None:
-        a, b, scale_a, scale_b, bias, y, a_stride, b_stride, y_stride, m, n, k, out, step_a, step_b, aligned = f[:16]
-        assert aligned and not (a | b | a_stride | b_stride) & 15
+        a, b, scale_a, scale_b, bias, y, workspace, a_stride, b_stride, y_stride = f[:10]
+        m, n, k, out, step_a, step_b, aligned = f[10:17]
+        assert aligned and not (a | b | a_stride | b_stride) & 15 and not workspace
         dtype = list(FLOATS.values())[out]
         sides = []
         for codes, pitch, rows, scale, step in ((a, a_stride, m, scale_a, step_a), (b, b_stride, n, scale_b, step_b)):
@@ -617,7 +618,7 @@ def test_what_the_two_kernels_are_given(
                 (name, first, _), (product, second, fields) = Launched.log[-2:]
                 early = pdl and kernels.arch_of(arch).pdl
                 assert name == "activations" and product == layer.kernels(m, x_dtype)
-                assert first is second is early and bool(fields[17]) is early
+                assert first is second is early and bool(fields[18]) is early
 
 
 def test_plans_go_with_the_library_and_the_scale(rng: np.random.Generator, no_gpu: Callable[[str], None]) -> None:
