@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -415,10 +415,10 @@ class _Call:
         m, k = self.shape
         with np.errstate(all="ignore"):
             if self.row.scale_dtype != "float32":
-                for rows in _row_chunks(self.shape, _TILE):
-                    _quantize_blocks(
-                        q, self.row, self.rule, rows, self.factor, lambda rows=rows: _parts(self.x, k, rows)
-                    )
+                size = self.row.block[1]
+                for rows in _row_chunks((m, -(-k // size) * size), _TILE):
+                    parts = partial(_parts, self.x, k, rows)
+                    _quantize_blocks(q, self.row, self.rule, rows, self.factor, parts)
                 return q
             if values is _as_they_are:
                 every = [slice(0, m)] if self.row.block[0] == -1 else _row_chunks(self.shape, _TILE)

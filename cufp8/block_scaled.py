@@ -22,10 +22,10 @@ E8M0_RULES = ("RCEIL", "FLOOR", "EVEN")
 _E4M3, _E2M1 = FORMATS["float8_e4m3fn"], FORMATS["float4_e2m1fn"]
 
 
-def tiles(shape: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of a matrix, at most _TILE values together; no block is cut."""
+def tiles(shape: tuple[int, int], block: int = 1) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of a matrix, at most _TILE values together where each row is whole blocks; no block is cut."""
     n, k = shape
-    rows = max(1, _TILE // k)
+    rows = max(1, _TILE // (-(-k // block) * block))
     for i in range(0, n, rows):
         for j in range(0, k, _TILE):
             yield slice(i, min(i + rows, n)), slice(j, min(j + _TILE, k))
@@ -160,7 +160,7 @@ def quantize_blocks(
     g = factors_of(amax).astype(np.float32)[()] if scheme.global_scale else None
     codes = np.empty((n, -(-k * element.bits // 8)), np.uint8)
     scale = np.empty((n, -(-k // size)), np.uint8)
-    for r, c in tiles(w.shape):
+    for r, c in tiles(w.shape, size):
         with np.errstate(over="ignore"):
             tile = w[r, c].astype(np.float32)
         some, scale[r, c.start // size : -(-c.stop // size)] = encode_blocks(tile, scheme, rule, g)

@@ -721,7 +721,7 @@ BLOCK_KEPT = {2: 4, 4: 2}
 
 def block_most(x_dtype: str, whole: bool) -> int:
     """Values of a row that entries without `_any` take; `whole`: a block has to know all of its row."""
-    return 16 * BLOCK_KEPT[FLOATS[x_dtype].itemsize] * (BLOCK_ROW_THREADS if whole else 65535 * BLOCK_THREADS // 2)
+    return 16 * BLOCK_KEPT[FLOATS[x_dtype].itemsize] * (BLOCK_ROW_THREADS if whole else 65535 * BLOCK_THREADS)
 
 
 def blocks_launch(entry: str, m: int, k: int) -> Launch:

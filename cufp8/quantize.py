@@ -265,7 +265,8 @@ class QuantizedTensor:
         if self.scale_dtype == "float32":
             values = values.astype(np.float64)
         else:
-            if self.scale_dtype == "float8_e8m0fnu" and (scale.max() > 246 or scale.min() < 3):
+            most = 254 - int(math.log2(fmt.max))  # with which the largest code is below 2^128
+            if self.scale_dtype == "float8_e8m0fnu" and (scale.max(initial=0) > most or scale.min(initial=3) < 3):
                 values = values.astype(np.float64)
             scale = FORMATS[self.scale_dtype].table[scale]
         return values * np.repeat(scale, size, axis=1)[:, : c.stop - c.start]
