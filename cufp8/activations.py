@@ -1,4 +1,4 @@
-"""Float activations -> FP8 codes and scales, per tensor, token or group, alone or with what stands before a layer.
+"""Float activations -> FP8 or FP4 codes and scales, alone or with what stands before a layer.
 
 Host and GPU give the same bits: each step is defined in float32 operations that both repeat.
 """
@@ -7,20 +7,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cufp8 import interop, kernels, runtime
-from cufp8.block_scaled import tiles
+from cufp8.block_scaled import E8M0_RULES, encode_activations, factors_of, store, tiles
 from cufp8.formats import ACTIVATIONS, FLOATS, FORMATS, Scheme
-from cufp8.quantize import QuantizedTensor, _row_chunks, codes_of, scales_of
+from cufp8.quantize import (
+    FACTOR_BY_ROW,
+    FACTOR_GIVEN,
+    NO_FACTOR,
+    BlockRows,
+    QuantizedTensor,
+    _row_chunks,
+    codes_of,
+    queue_blocks,
+    scales_of,
+)
 
 _TILE = 1 << 20  # values handled at once: 4 MiB as float32; a multiple of every group
 _COMPUTED_TILE = 1 << 17  # the same where they are computed before, with float64 on the way
 _NAN = 0x7F  # a NaN in both formats, and what CUDA's __nv_cvt_float_to_fp8 makes of any NaN
 _ONE = np.float32(1)
+_FACTOR_MOST = 2.0**125  # of a given global scale: 6 times it is finite
 
 
 def quantize_activations(
@@ -28,15 +39,23 @@ def quantize_activations(
     *,
     block: tuple[int, int] = (1, -1),
     dtype: str = "float8_e4m3fn",
+    scale_dtype: str = "float32",
     scale: Any = None,
+    global_scale: Any = None,
+    e8m0: str = "RCEIL",
     out: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
-    """Quantise activations to FP8, with a scale per tensor, per token or per group of 128.
+    """Quantise activations to FP8 or FP4, with a scale per tensor, per token or per group of 128, 32 or 16.
 
-    `scale = max(amax / max, 2^-126)`, 1 where amax is 0, with amax the largest finite magnitude of the block and max
-    the format's: 448 (e4m3fn) or 57344 (e5m2). `code = round(x / scale)`, to nearest, ties to even, saturated to
-    +-max; zeros keep their sign. All in float32. NaN and Inf become the code 0x7F, a NaN of either format, whatever
-    their sign; no other value's code and no scale depends on them. On the host and on a GPU the same bits.
+    float32 scales: `scale = max(amax / max, 2^-126)`, 1 where amax is 0, with amax the largest finite magnitude of the
+    block and max the format's: 448 (e4m3fn) or 57344 (e5m2). `code = round(x / scale)`, to nearest, ties to even,
+    saturated to +-max; zeros keep their sign. All in float32. NaN and Inf become the code 0x7F, a NaN of either format,
+    whatever their sign; no other value's code and no scale depends on them. On the host and on a GPU the same bits.
+
+    MXFP8 and MXFP4 (float8_e8m0fnu scales) and NVFP4 (float8_e4m3fn): scales and codes of a block are those that
+    `quantize` gives a weight (`block_scaled.encode_blocks`), but NVFP4's global scale is each token's own,
+    `g = max(amax / 2688, 2^-126)`, 1 where amax is 0. amax is of finite values again. MXFP8: NaN and Inf as above;
+    e2m1 has no NaN: a block that holds one has a NaN for its scale, 0xFF (e8m0) or 0x7F (e4m3fn), and codes 0.
 
     Parameters
     ----------
@@ -45,33 +64,44 @@ def quantize_activations(
         dimensions are folded into M rows, or tokens; [K] is one. M may be 0.
     block
         Which values share a scale: (1, -1) a token, (-1, -1) all of x, (1, 128) a group of 128 neighbours in a token,
-        where the last group of a token has what is left: ceil(K / 128) groups.
+        where the last group of a token has what is left: ceil(K / 128) groups. (1, 32) for MXFP8 and MXFP4,
+        (1, 16) for NVFP4, the last again of what is left.
     dtype
-        "float8_e4m3fn" or "float8_e5m2".
+        "float8_e4m3fn" or "float8_e5m2"; "float4_e2m1fn" with the block scales of MXFP4 and NVFP4.
+    scale_dtype
+        "float32"; "float8_e8m0fnu" for MXFP8 and MXFP4; "float8_e4m3fn" for NVFP4.
     scale
         None: found from x (dynamic). Or the scale itself (static), with block (-1, -1) alone: a number, rounded to
         float32, or a float32 array of one element, on the host or on x's GPU; finite and above 0. On a GPU that cannot
         be looked at without a wait: there a scale that is not makes every code NaN, and stands in the result as it is.
+    global_scale
+        NVFP4 alone. None: each token's own, found in the same read. Or one for all (static), given as `scale` is; above
+        0 and at most 2^125. On a GPU one that is not makes every scale NaN.
+    e8m0
+        How MXFP8 and MXFP4 choose a power of two: "RCEIL", "FLOOR" or "EVEN", as for `quantize`.
     out
-        A QuantizedTensor where x is, with this dtype and block, float32 scales and shape (M, K), which is overwritten
-        and returned; it must not share memory with what is read. None: a new one.
+        A QuantizedTensor where x is, with this dtype, scale_dtype, block and shape (M, K), which is overwritten and
+        returned; its codes and scales may lie in wider arrays, each row without gaps.
 
     Returns
     -------
     QuantizedTensor
-        Codes uint8 [M, K]; scales float32 [M, 1] per token, [1, 1] per tensor, [M, ceil(K / 128)] per group; where x
-        is. On the host it takes at most 64 MiB beside x and the result. On a GPU the work is queued on the stream of
-        x's library, and nothing but JAX waits; memory is what that library allocates for the result, and a copy of x
-        only where x has three or more dimensions that do not fold into rows at one distance.
+        Codes uint8 [M, K], or [M, ceil(K / 2)] of two e2m1 each; scales float32 [M, 1] per token, [1, 1] per tensor,
+        [M, ceil(K / 128)] per group, or uint8 [M, ceil(K / 32)] or [M, ceil(K / 16)]; NVFP4's global_scale float32 [M],
+        or [1] where it was given. Where x is. On the host it takes at most 64 MiB beside x and the result. On a GPU the
+        work is queued on the stream of x's library, and nothing but JAX waits; memory is what that library allocates
+        for the result, and a copy of x only where x has three or more dimensions that do not fold into rows at one
+        distance.
 
     Raises
     ------
     TypeError
         If x is no array or no such float, scale no number and no float32 array, or out no QuantizedTensor.
     ValueError
-        If x is a scalar, or K is 0; if dtype or block is not one of those above; if scale comes with another block than
-        (-1, -1), has more than one element, lies on another GPU than x, or (on the host) is not finite and above 0; if
-        out does not fit, is read-only or shares memory with what is read. Nothing has been written then.
+        If x is a scalar, or K is 0; if dtype, scale_dtype, block or e8m0 is not one of those above, or they do not go
+        together; if scale comes with another block than (-1, -1), or global_scale with other scales than NVFP4's, has
+        more than one element, lies on another GPU than x, or (on the host) is not finite and above 0; if out does not
+        fit, is read-only or shares memory with what is read. Nothing has been written then.
     RuntimeError
         If x is a torch tensor that requires grad while grad mode is on.
 
@@ -79,13 +109,14 @@ def quantize_activations(
     -----
     The first call on a GPU compiles and loads its kernels: make it outside of a capture. A token of up to 65,536 bytes
     is read once; a longer one, or one whose 16-byte pieces are not whole and aligned, value by value and once more for
-    each pass, and so are e5m2 codes of float32 (below compute capability 8.9 of any x). The scale of a whole tensor
-    takes a pass of its own.
+    each pass, and so are e5m2 codes of float32 with a float32 scale (below compute capability 8.9 of any x), and blocks
+    of 16 or 32 that K does not fill. The scale of a whole tensor takes a pass of its own.
 
     Source: OCP 8-bit Floating Point Specification (OFP8) 1.0, section 5: the formats, their NaN codes (the sign of
     which it gives no meaning) and the saturating conversion; NaN instead of the largest value for Inf is cufp8's own.
+    OCP Microscaling Formats (MX) Specification 1.0, section 6.3: FLOOR; section 5: what a NaN scale means.
     """
-    call = _Call("quantize_activations", x, "x", block, dtype, scale)
+    call = _Call("quantize_activations", x, "x", block, dtype, scale, scale_dtype, global_scale, e8m0)
     if interop.on_host(call.x):
         return call.on_host(out, _as_they_are)
     return call.on_gpu("activations", "quantize", out)
@@ -210,32 +241,44 @@ class _Call:
         block: Any,
         dtype: str,
         scale: Any,
+        scale_dtype: str = "float32",
+        global_scale: Any = None,
+        rule: str = E8M0_RULES[0],
         computed: bool = False,
         halves: bool = False,
     ) -> None:
-        self.what, self.name, self.halves = what, name, halves
-        self.row = self._row(dtype, tuple(block) if isinstance(block, list) else block)
+        self.what, self.name, self.halves, self.rule = what, name, halves, rule
+        self.row = self._row(dtype, scale_dtype, tuple(block) if isinstance(block, list) else block)
+        if rule not in E8M0_RULES:
+            raise self.wrong(f"e8m0 is {rule!r}; allowed are {', '.join(E8M0_RULES)}.")
         self.x = self._floats(x, name)
         self.inputs = {name: (x, self.x)}  # as given and as an array; a result may not share memory with them
         if halves and self.x.shape[-1] % 2:
             raise self.wrong(f"{name} has shape {list(self.x.shape)}; needed is [..., 2K]: K gates and K factors.")
         if computed and scale is None and self.row.block == (-1, -1):
             raise self.wrong("block (-1, -1) needs a scale here; pass one, or a block of (1, -1) or (1, 128).")
-        self.scale = None if scale is None else self._given(scale)
+        self.scale = None if scale is None else self._given_scale(scale)
+        self.factor = None if global_scale is None else self._given_factor(global_scale)
         self.shape = math.prod(self.x.shape[:-1]), self.x.shape[-1] // (1 + halves)
 
     def wrong(self, text: str) -> ValueError:
         return ValueError(f"{self.what}: {text}")
 
-    def _row(self, dtype: str, block: tuple[int, int]) -> Scheme:
+    def _row(self, dtype: str, scale_dtype: str, block: tuple[int, int]) -> Scheme:
         for row in ACTIVATIONS:
-            if row.dtype == dtype and row.block == block:
+            if (row.dtype, row.scale_dtype, row.block) == (dtype, scale_dtype, block):
                 return row
-        dtypes = dict.fromkeys(row.dtype for row in ACTIVATIONS)
+        rows = [row for row in ACTIVATIONS if row.scale_dtype == scale_dtype]
+        if not rows:
+            allowed = ", ".join(dict.fromkeys(row.scale_dtype for row in ACTIVATIONS))
+            raise self.wrong(f"scale_dtype is {scale_dtype!r}; allowed are {allowed}.")
+        scales = "" if scale_dtype == "float32" else f" with {scale_dtype} scales"
+        dtypes = dict.fromkeys(row.dtype for row in rows)
         if dtype not in dtypes:
-            raise self.wrong(f"dtype is {dtype!r}; allowed are {', '.join(dtypes)}.")
-        blocks = ", ".join(dict.fromkeys(str(row.block) for row in ACTIVATIONS))
-        raise self.wrong(f"block is {block!r}; allowed are {blocks}: per tensor, per token, per group.")
+            raise self.wrong(f"dtype is {dtype!r}; allowed are {', '.join(dtypes)}{scales}.")
+        blocks = ", ".join(dict.fromkeys(str(row.block) for row in rows))
+        each = scales or ": per tensor, per token, per group"
+        raise self.wrong(f"block is {block!r}; allowed are {blocks}{each}.")
 
     def _array(self, x: Any, name: str) -> Any:
         if getattr(x, "requires_grad", False) and interop.adapter(x).grad_enabled():
@@ -270,27 +313,38 @@ class _Call:
         self.inputs[name] = given, a
         return a
 
-    def _given(self, scale: Any) -> Any:
-        """The scale as a float32 number, or an array on x's GPU."""
+    def _given_scale(self, scale: Any) -> Any:
         if self.row.block != (-1, -1):
             raise self.wrong(
                 f"a scale was given with block {self.row.block}; a given scale is for the whole of x: pass "
                 "block=(-1, -1), or leave the scale out."
             )
+        return self._given(scale, "scale", float(np.finfo(np.float32).max), "finite and above 0")
+
+    def _given_factor(self, factor: Any) -> Any:
+        if not self.row.global_scale:
+            raise self.wrong(
+                f"a global_scale was given with {self.row.scale_dtype} scales, which have none; leave it out, or pass "
+                'scale_dtype="float8_e4m3fn".'
+            )
+        return self._given(factor, "global_scale", _FACTOR_MOST, "above 0 and at most 2^125")
+
+    def _given(self, scale: Any, name: str, most: float, needed: str) -> Any:
+        """A scale as a float32 number, or an array on x's GPU."""
         if isinstance(scale, (int, float, np.floating)):
             with np.errstate(over="ignore", under="ignore"):
                 value = np.float32(scale)
         else:
-            a = self._array(scale, "scale")
+            a = self._array(scale, name)
             if a.dtype != np.float32:
-                raise TypeError(f"{self.what}: scale is {a.dtype}; needed is a number or a float32 array.")
+                raise TypeError(f"{self.what}: {name} is {a.dtype}; needed is a number or a float32 array.")
             if a.size != 1:
-                raise self.wrong(f"scale has shape {list(a.shape)}; needed is one element.")
+                raise self.wrong(f"{name} has shape {list(a.shape)}; needed is one element.")
             if not interop.on_host(a):
-                return self._near(a, "scale")
+                return self._near(a, name)
             value = a.reshape(())[()]
-        if not (np.isfinite(value) and value > 0):
-            raise self.wrong(f"scale is {value} as float32; needed is finite and above 0.")
+        if not 0 < value <= most:
+            raise self.wrong(f"{name} is {value} as float32; needed is {needed}.")
         return value
 
     # --- the result ---------------------------------------------------------------------------------------
@@ -299,15 +353,24 @@ class _Call:
         (m, k), (rows, columns) = self.shape, self.row.block
         return 1 if rows == -1 else m, 1 if columns == -1 else -(-k // columns)
 
-    def _result(self, codes: Any, scale: Any) -> QuantizedTensor:
-        row = self.row
+    def _codes_shape(self) -> tuple[int, int]:
+        return self.shape[0], -(-self.shape[1] * FORMATS[self.row.dtype].bits // 8)
+
+    def _factors(self) -> int | None:
+        """How many global scales there are; None: none."""
+        return None if not self.row.global_scale else self.shape[0] if self.factor is None else 1
+
+    def _new(self, make: Callable[[tuple[int, ...], str], Any]) -> QuantizedTensor:
+        """A result whose arrays `make` makes, of a shape and a dtype."""
+        row, factors = self.row, self._factors()
         return QuantizedTensor(
-            codes,
-            scale,
+            make(self._codes_shape(), "uint8"),
+            make(self._scales_shape(), "float32" if row.scale_dtype == "float32" else "uint8"),
             dtype=row.dtype,
             scale_dtype=row.scale_dtype,
             shape=self.shape,
             block=row.block,
+            global_scale=None if factors is None else make((factors,), "float32"),
             activations=True,
             _trusted=True,
         )
@@ -326,11 +389,18 @@ class _Call:
                 f"out is {text.format(*came)}; needed is {text.format(*wanted)}: leave out= away, or make one that "
                 "fits by a first call without it."
             )
-        for name, array in (("codes", out.codes), ("scale", out.scale)):
+        arrays = {"codes": out.codes, "scale": out.scale}
+        if row.global_scale:
+            arrays["global_scale"] = out.global_scale
+            if out.global_scale.size != self._factors():
+                raise self.wrong(
+                    f"out.global_scale has shape {list(out.global_scale.shape)}; needed is [{self._factors()}]."
+                )
+        for name, array in arrays.items():
             if interop.on_host(array):
                 if not array.flags.writeable:
                     raise self.wrong(f"out.{name} is read-only; pass one that owns its memory.")
-            elif array.shape[1] > 1 and array.strides[1] != array.dtype.itemsize:
+            elif array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize:
                 raise self.wrong(f"out.{name} has strides {list(array.strides)} bytes; needed are rows without gaps.")
             for other, (_, read) in self.inputs.items():
                 if _share(array, read):
@@ -341,12 +411,15 @@ class _Call:
 
     def on_host(self, out: Any, values: Callable[[slice], np.ndarray | None]) -> QuantizedTensor:
         """`values(rows)` computes those of some rows, float32 [rows, K]; None: x itself, as it is."""
-        if out is None:
-            q = self._result(np.empty(self.shape, np.uint8), np.empty(self._scales_shape(), np.float32))
-        else:
-            q = self._fitting(out)
+        q = self._new(np.empty) if out is None else self._fitting(out)
         m, k = self.shape
         with np.errstate(all="ignore"):
+            if self.row.scale_dtype != "float32":
+                size = self.row.block[1]
+                for rows in _row_chunks((m, -(-k // size) * size), _TILE):
+                    parts = partial(_parts, self.x, k, rows)
+                    _quantize_blocks(q, self.row, self.rule, rows, self.factor, parts)
+                return q
             if values is _as_they_are:
                 every = [slice(0, m)] if self.row.block[0] == -1 else _row_chunks(self.shape, _TILE)
                 for rows in every:
@@ -386,18 +459,32 @@ class _Call:
             make = found if hasattr(found, "maker") else ours
             x, r = _matrix(given, self.x), _NONE if residual is None else _matrix(*self.inputs["residual"])
             if q is None:
-                codes, scale = (
-                    interop.array(make.maker(shape, kind, device)(stream)[0], self.what)
-                    for shape, kind in ((self.shape, "uint8"), (self._scales_shape(), "float32"))
-                )
-                q = self._result(codes, scale)
+                q = self._new(lambda *what: interop.array(make.maker(*what, device)(stream)[0], self.what))
             total, total_ptr = None, 0
             if residual is not None:
                 total, total_ptr = make.maker(tuple(self.x.shape), self.x.dtype.name, device)(stream)
-            self._launch(kernel, name, device, stream, q, x, second, r, total_ptr, eps, pdl)
+            if self.row.scale_dtype == "float32":
+                self._launch(kernel, name, device, stream, q, x, second, r, total_ptr, eps, pdl)
+            else:
+                self._launch_blocks(device, stream, q, x)
             if found.kind == "JAX":  # frees what it was given without asking who still reads it
                 cupy.cuda.runtime.streamSynchronize(stream)
         return q if residual is None else (q, make.finish(given, total, stream))
+
+    def _launch_blocks(self, device: int, stream: int, q: QuantizedTensor, x: _Matrix) -> None:
+        codes, scale = q.codes, q.scale
+        places = codes.data.ptr, codes.strides[0], scale.data.ptr, scale.strides[0]
+        rows = BlockRows(self.x.dtype.name, self.shape, x.ptr, x.stride, x.step, *places)
+        options: dict[str, Any] = {"mode": NO_FACTOR}
+        if q.global_scale is not None:
+            options = {
+                "mode": FACTOR_BY_ROW if self.factor is None else FACTOR_GIVEN,
+                "factor": q.global_scale.data.ptr,
+            }
+        if self.factor is not None:
+            static = isinstance(self.factor, np.floating)
+            options |= {"value": float(self.factor)} if static else {"given": self.factor.data.ptr}
+        queue_blocks("quantize", self.row, self.rule, rows, device, stream, pdl=True, **options)
 
     def _launch(
         self,
@@ -568,6 +655,30 @@ def _quantize(
         codes = codes_of(values, each, fmt)
         codes[~np.isfinite(values)] = _NAN
         q.codes[r, c] = codes
+
+
+def _quantize_blocks(
+    q: QuantizedTensor,
+    row: Scheme,
+    rule: str,
+    rows: slice,
+    given: np.float32 | None,
+    parts: Callable[[], Iterable[tuple[slice, slice, Any]]],
+) -> None:
+    """The same with block scales; `given`: the global scale of all."""
+    if given is not None:
+        q.global_scale[...] = given
+    elif row.global_scale:
+        amax = np.zeros(rows.stop - rows.start, np.float32)
+        for r, _, values in parts():
+            some = amax[r.start - rows.start : r.stop - rows.start]
+            np.maximum(some, np.abs(values).max(axis=1, initial=0, where=np.isfinite(values)), out=some)
+        q.global_scale[rows] = factors_of(amax)
+    for r, c, values in parts():
+        g = given if given is not None or q.global_scale is None else q.global_scale[r, None]
+        size = row.block[1]
+        codes, q.scale[r, c.start // size : -(-c.stop // size)] = encode_activations(values, row, rule, g)
+        store(codes, q.codes, FORMATS[row.dtype], r, c)
 
 
 def _between(a: np.ndarray, first: int, last: int) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""Weights with a scale for every 16 or 32 neighbours of a row: NVFP4, MXFP4, MXFP8. On the host, in float32.
+"""Codes with a scale for every 16 or 32 neighbours of a row: NVFP4, MXFP4, MXFP8. On the host, in float32.
+
+kernels_cu/quantize_blocks.cu makes the same bits on a GPU.
 
 Sources: OCP Microscaling Formats (MX) Specification 1.0, section 6.3, for the shared exponent; the rules for it that
 round up are those of cuBLAS (RCEIL) and of torchao (EVEN).
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +22,10 @@ E8M0_RULES = ("RCEIL", "FLOOR", "EVEN")
 _E4M3, _E2M1 = FORMATS["float8_e4m3fn"], FORMATS["float4_e2m1fn"]
 
 
-def tiles(shape: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of a matrix, at most _TILE values together; no block is cut."""
+def tiles(shape: tuple[int, int], block: int = 1) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of a matrix, at most _TILE values together where each row is whole blocks; no block is cut."""
     n, k = shape
-    rows = max(1, _TILE // k)
+    rows = max(1, _TILE // (-(-k // block) * block))
     for i in range(0, n, rows):
         for j in range(0, k, _TILE):
             yield slice(i, min(i + rows, n)), slice(j, min(j + _TILE, k))
@@ -80,52 +83,88 @@ def exponent_codes(amax: np.ndarray, element: Format, rule: str) -> np.ndarray:
     return np.clip((bits >> 23).astype(np.int32) - emax, 0, 254).astype(np.uint8)
 
 
+def factors_of(amax: np.ndarray) -> np.ndarray:
+    """NVFP4's global scales of values up to amax (float32): max(amax / 2688, 2^-126), 1 where amax is 0."""
+    least = np.maximum(amax / np.float32(_E4M3.max * _E2M1.max), np.float32(SCALE_MIN))
+    return np.where(amax == 0, np.float32(1), least)
+
+
+def encode_blocks(values: np.ndarray, row: Scheme, rule: str, g: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, a byte each [rows, columns], and scale codes [rows, blocks] of float32 values, which begin a block.
+
+    g: NVFP4's global scale, a float32 number or [rows, 1]. In this order: s = e4m3fn(min(amax_block / (6 * g), 448));
+    code = e2m1(v / (s * g)), a signed zero where s is 0. MX: code = element(v / 2^(c - 127)), with c of
+    `exponent_codes`. Ties to even; what is beyond the largest value becomes it; -0 keeps its sign.
+
+    Source of MX: OCP MX 1.0, section 6.3.
+    """
+    element, size = FORMATS[row.dtype], row.block[1]
+    top = np.float32(element.max)
+    rows, columns = values.shape
+    blocks = -(-columns // size)
+    padded = np.zeros((rows, blocks * size), np.float32)
+    padded[:, :columns] = values
+    parts = padded.reshape(rows, blocks, size)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
+        largest = np.abs(parts).max(axis=2)
+        if row.global_scale:
+            found = np.minimum(largest / (top * g), np.float32(_E4M3.max)).astype(_E4M3.dtype).view(np.uint8)
+            by = _E4M3.table[found] * g
+        else:
+            found = exponent_codes(largest, element, rule)
+            by = np.ldexp(np.float32(1), found.astype(np.int32) - 127)
+        # A scale of 0 (its block is far below the others) leaves signed zeros.
+        quotients = np.where(by[..., None] > 0, parts / by[..., None], np.copysign(np.float32(0), parts))
+        codes = np.clip(quotients, -top, top).reshape(rows, -1)[:, :columns].astype(element.dtype).view(np.uint8)
+    return (codes & 15 if element.bits == 4 else codes), found
+
+
+def encode_activations(values: np.ndarray, row: Scheme, rule: str, g: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """`encode_blocks` of the finite values; NaN and Inf become the code 0x7F, which is NaN.
+
+    e2m1 has no NaN: there the scale of their block becomes NaN, 0xFF (e8m0) or 0x7F (e4m3fn), and its codes 0.
+    """
+    finite = np.isfinite(values)
+    if finite.all():
+        return encode_blocks(values, row, rule, g)
+    codes, found = encode_blocks(np.where(finite, values, np.float32(0)), row, rule, g)
+    if FORMATS[row.dtype].bits == 8:
+        codes[~finite] = 0x7F
+        return codes, found
+    size = row.block[1]
+    lost = ~np.logical_and.reduceat(finite, np.arange(0, values.shape[1], size), axis=1)
+    codes[np.repeat(lost, size, axis=1)[:, : values.shape[1]]] = 0
+    found[lost] = 0x7F if row.global_scale else 0xFF
+    return codes, found
+
+
+def store(codes: np.ndarray, into: np.ndarray, element: Format, r: slice, c: slice) -> None:
+    """Write codes, a byte each, of some rows and columns where they belong: two 4-bit ones share a byte."""
+    if element.bits == 8:
+        into[r, c] = codes
+        return
+    wide = np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
+    into[r, c.start // 2 : -(-c.stop // 2)] = pack_fp4(wide[:, ::2], wide[:, 1::2])
+
+
 def quantize_blocks(
     w: np.ndarray, scheme: Scheme, rule: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, Wrong]:
     """Codes, scale codes, global scale or None, and which values are not finite.
 
-    NVFP4, in this order: g = max(amax(w) / 2688, 2^-126), 1 where amax is 0; s = e4m3fn(min(amax_block / (6 * g),
-    448)); code = e2m1(w / (s * g)), a signed zero where s is 0. MX: code = element(w / 2^(c - 127)), with c of
-    `exponent_codes`.
-    Ties to even; what is beyond the largest value becomes it; -0 keeps its sign.
+    The global scale is `factors_of` the largest magnitude of w; codes and scales are those of `encode_blocks`.
     """
     n, k = w.shape
     element, size = FORMATS[scheme.dtype], scheme.block[1]
     amax, wrong = survey(w)
-    top = np.float32(element.max)
-    g = np.float32(1)
-    if scheme.global_scale and amax:
-        g = np.maximum(amax / (_E4M3.max * top), np.float32(SCALE_MIN)).astype(np.float32)
+    g = factors_of(amax).astype(np.float32)[()] if scheme.global_scale else None
     codes = np.empty((n, -(-k * element.bits // 8)), np.uint8)
     scale = np.empty((n, -(-k // size)), np.uint8)
-    with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
-        for r, c in tiles(w.shape):
+    for r, c in tiles(w.shape, size):
+        with np.errstate(over="ignore"):
             tile = w[r, c].astype(np.float32)
-            rows, columns = tile.shape
-            blocks = -(-columns // size)
-            padded = np.zeros((rows, blocks * size), np.float32)
-            padded[:, :columns] = tile
-            parts = padded.reshape(rows, blocks, size)
-            largest = np.abs(parts).max(axis=2)
-            if scheme.global_scale:
-                wish = np.minimum(largest / (top * g), np.float32(_E4M3.max))
-                found = wish.astype(_E4M3.dtype).view(np.uint8)
-                by = _E4M3.table[found] * g
-            else:
-                found = exponent_codes(largest, element, rule)
-                by = np.ldexp(np.float32(1), found.astype(np.int32) - 127)
-            # A scale of 0 (its block is far below the others) leaves signed zeros.
-            values = np.where(by[..., None] > 0, parts / by[..., None], np.copysign(np.float32(0), parts))
-            wide = np.clip(values, -top, top).reshape(rows, -1)[:, :columns].astype(element.dtype).view(np.uint8)
-            first = c.start // size
-            scale[r, first : first + blocks] = found
-            if element.bits == 4:
-                wide = np.pad(wide & 15, ((0, 0), (0, columns % 2)))
-                start = c.start // 2
-                codes[r, start : start + wide.shape[1] // 2] = pack_fp4(wide[:, ::2], wide[:, 1::2])
-            else:
-                codes[r, c] = wide
+        some, scale[r, c.start // size : -(-c.stop // size)] = encode_blocks(tile, scheme, rule, g)
+        store(some, codes, element, r, c)
     return codes, scale, np.array([g], np.float32) if scheme.global_scale else None, wrong
 
 

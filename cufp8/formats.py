@@ -78,12 +78,17 @@ BLOCKS = tuple(
 )
 
 # What quantised activations may be, and with them any operand of a product of two: a scale per tensor, token (row) or
-# group of neighbours. `quantize` does not know these. e4m3fn per token is laid out as FP8A16, which it is called where
-# it is a weight.
+# group of neighbours. `quantize` does not know these. Where it is a weight, one of the same layout is called by its row
+# of SCHEMES: e4m3fn per token FP8A16, NVFP4 NVFP4A16.
 ACTIVATIONS = tuple(
     Scheme(name, dtype, "float32", block)
     for dtype in ("float8_e4m3fn", "float8_e5m2")
     for name, block in (("FP8_TENSOR", (-1, -1)), ("FP8_TOKEN", (1, -1)), ("FP8_GROUP", (1, 128)))
+) + (
+    Scheme("MXFP8", "float8_e4m3fn", "float8_e8m0fnu", (1, 32)),
+    Scheme("MXFP8", "float8_e5m2", "float8_e8m0fnu", (1, 32)),
+    Scheme("MXFP4", "float4_e2m1fn", "float8_e8m0fnu", (1, 32)),
+    Scheme("NVFP4", "float4_e2m1fn", "float8_e4m3fn", (1, 16), global_scale=True),
 )
 
 # What x and y may be, in the order of `Out` in kernels_cu/linear.cuh.

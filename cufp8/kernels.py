@@ -130,6 +130,8 @@ SCALED_ARGS = struct.Struct("@PPPPPPPqqqiiiiiiiiiiiiiii52x" + f"{TENSOR_MAP_BYTE
 QUANTIZE_ARGS = struct.Struct("@PPPPqqqq")  # w codes scale status, strides n k, pitch, k
 # x second residual sum codes scale given, strides and steps, then m k value eps 1/k found mode e5m2
 ACTIVATION_ARGS = struct.Struct("@PPPPPPPqqqqqqqiifffiii")
+# x codes scale factor given status, strides and step, k, then m format rule mode value
+BLOCK_ARGS = struct.Struct("@PPPPPPqqqqqiiiifxxxx")
 STREAM_ARGS = struct.Struct("@PPqq")  # source, destination, 16-byte words, whether to store
 
 # The layout that all kernels read (kernels_cu/linear.cuh): tiles of UNIT channels and STEP of k.
@@ -807,6 +809,44 @@ def _activation_entries(arch: Arch) -> tuple[str, ...]:
     return (*_row_entries("quantize", *_NARROW, ("float32", "e4m3fn"), *wide), *amax)
 
 
+# --- quantize_blocks.cu ----------------------------------------------------------------------------------
+
+# Dtype of codes and of scales -> the end of an entry's name, in the order of `Format` there.
+BLOCK_FORMATS = {
+    ("float4_e2m1fn", "float8_e4m3fn"): "nvfp4",
+    ("float4_e2m1fn", "float8_e8m0fnu"): "mxfp4",
+    ("float8_e4m3fn", "float8_e8m0fnu"): "mxfp8_e4m3fn",
+    ("float8_e5m2", "float8_e8m0fnu"): "mxfp8_e5m2",
+}
+BLOCK_THREADS, BLOCK_ROW_THREADS = 256, 512  # of a block, at most; of one that has a row for itself
+# Units of 16 values that a thread has at once, by the bytes of a value.
+BLOCK_KEPT = {2: 4, 4: 2}
+
+
+def block_most(x_dtype: str, whole: bool) -> int:
+    """Values of a row that entries without `_any` take; `whole`: a block has to know all of its row."""
+    return 16 * BLOCK_KEPT[FLOATS[x_dtype].itemsize] * (BLOCK_ROW_THREADS if whole else 65535 * BLOCK_THREADS)
+
+
+def blocks_launch(entry: str, m: int, k: int) -> Launch:
+    """The launch of an entry of quantize_blocks.cu for m rows of k values."""
+    what, x_dtype = entry.split("_")[:2]
+    if entry.endswith("_any") or what == "dequantize":  # blocks take turns, eight and more
+        return Launch(entry, (max(m, 1), min(_ceil(k, 8 * BLOCK_THREADS), 65535), 1), BLOCK_THREADS)
+    values = 16 * BLOCK_KEPT[FLOATS[x_dtype].itemsize]  # of a thread
+    threads = min(32 * _ceil(k, 32 * values), BLOCK_ROW_THREADS if entry.endswith("_token") else BLOCK_THREADS)
+    return Launch(entry, (max(m, 1), _ceil(k, values * threads), 1), threads)
+
+
+def _block_entries(arch: Arch) -> tuple[str, ...]:
+    kinds = ("nvfp4", "nvfp4_token", *(f for f in BLOCK_FORMATS.values() if f != "nvfp4"))
+    return (
+        *(f"quantize_{x}_{kind}" for x in FLOATS for kind in kinds),
+        *(f"amax_{x}" for x in FLOATS),
+        *(entry for x in (*FLOATS, "float64") for entry in (f"quantize_{x}_any", f"amax_{x}_any", f"dequantize_{x}")),
+    )
+
+
 # --- stream.cu -------------------------------------------------------------------------------------------
 
 # Threads of a block that reads, and of one that copies; 16-byte loads that a thread has in flight. TB/s of a copy of
@@ -892,6 +932,17 @@ KERNELS = (
         ACTIVATION_ARGS,
         _ROW_DEFINES,
         entries=lambda arch: _row_entries("silu_mul", *_NARROW),
+    ),
+    Kernel(
+        "quantize_blocks",
+        "quantize_blocks.cu",
+        BLOCK_ARGS,
+        (
+            ("THREADS", BLOCK_THREADS),
+            ("ROW_THREADS", BLOCK_ROW_THREADS),
+            *((f"KEPT_{8 * size}", kept) for size, kept in BLOCK_KEPT.items()),
+        ),
+        entries=_block_entries,
     ),
     Kernel("layout", "layout.cu", LINEAR_ARGS, (), entries=_layout_entries),
     Kernel(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from cufp8.formats import scheme as scheme_of
 
 _TILE = 1 << 20  # values handled at once on the host: 4 MiB as float32
 _STAGE_BYTES = 32 << 20  # part of a host weight that is on the GPU at once while it is quantised there
-_WEIGHTS = (*FLOATS, "float64")
+_WEIGHTS = {**FLOATS, "float64": np.dtype(np.float64)}
 
 
 class QuantizedTensor:
@@ -39,8 +40,8 @@ class QuantizedTensor:
     global_scale
         float32 [1] or [N], one more factor, where the scheme has one; else None.
     activations
-        True: what activations may be and weights may not is allowed, which is NaN (and Inf) codes and no rows at all.
-        No layer takes such a tensor for its weight.
+        True: what activations may be and weights may not is allowed, which is NaN (and Inf) codes, NaN codes of block
+        scales, and no rows at all. No layer takes such a tensor for its weight.
 
     `scheme` is the name that `quantize` was given; of codes and scales made elsewhere the first in formats.SCHEMES that
     has them: FP8A16, not FP8_DYNAMIC, which differ in how a layer takes x alone.
@@ -104,7 +105,7 @@ class QuantizedTensor:
         self.dtype, self.scale_dtype, self.activations = dtype, scale_dtype, activations
         self.scheme = _scheme or scheme.name
         self.shape, self.block = shape, scheme.block if whole else (scheme.block[0], size)
-        self.global_scale = self._global(global_scale, scheme)
+        self.global_scale = self._global(global_scale, scheme, _trusted)
         if interop.on_host(codes) != interop.on_host(scale):
             raise ValueError("QuantizedTensor: codes and scale lie on different devices; move one of them.")
         if not interop.on_host(codes) and codes.device != scale.device:
@@ -112,7 +113,7 @@ class QuantizedTensor:
         if not _trusted:
             self._check(activations)
 
-    def _global(self, given: Any, scheme: Scheme) -> Any:
+    def _global(self, given: Any, scheme: Scheme, trusted: bool) -> Any:
         if (given is not None) != scheme.global_scale:
             text = "needs a global_scale; none was" if given is None else "has no global_scale; one was"
             raise ValueError(f"QuantizedTensor: {scheme.name} {text} given.")
@@ -124,6 +125,8 @@ class QuantizedTensor:
                 f"QuantizedTensor: global_scale is {g.dtype} {list(g.shape)}; needed is float32 [1] or "
                 f"[{self.shape[0]}]."
             )
+        if trusted:
+            return g
         host = interop.to_host(g)
         bad = np.flatnonzero(~(np.isfinite(host) & (host > 0)))
         if bad.size:
@@ -143,7 +146,8 @@ class QuantizedTensor:
             wrong = ~(np.isfinite(scale) & (scale > 0))
         else:
             values = FORMATS[self.scale_dtype].table[scale]
-            wrong = ~(values >= 0)  # NaN too; an e4m3fn scale may be 0, for a block of zeros
+            # An e4m3fn scale may be 0, for a block of zeros; NaN marks a block of activations that held one.
+            wrong = ~((values >= 0) | (activations & np.isnan(values)))
         if wrong.any():
             at = np.argwhere(wrong)[0]
             shown = scale[tuple(at)] if self.scale_dtype == "float32" else f"code {scale[tuple(at)]:#04x}"
@@ -208,8 +212,8 @@ class QuantizedTensor:
         """The values, rounded to `dtype` (a float's ml_dtypes name); NumPy or CuPy, shape [N, K].
 
         One float32 scale a row, or for all: code * scale in float32, rounded again to a 16-bit dtype. Block scales: the
-        exact product of code, scale and global scale; other dtypes than float64 get it by way of float32. On a GPU the
-        host computes all but FP8A16 and FP8_DYNAMIC with a scale a row.
+        exact product of code, scale and global scale; other dtypes than float64 get it by way of float32. A tensor on a
+        GPU is computed there with a scale a row (FP8A16, FP8_DYNAMIC), 16 or 32 neighbours; others on the host.
 
         Raises
         ------
@@ -221,6 +225,8 @@ class QuantizedTensor:
         if not interop.on_host(self.codes):
             if self.scheme in SCHEMES and _by_channel(SCHEMES[self.scheme]) and self._scaled_by_row:
                 return _dequantize_gpu(self, dtype)
+            if (self.dtype, self.scale_dtype) in kernels.BLOCK_FORMATS and self.block[0] == 1:
+                return _dequantize_blocks_gpu(self, dtype)
             import cupy
 
             with self.codes.device:
@@ -263,9 +269,10 @@ class QuantizedTensor:
         scale = scale[:, c.start // size : -(-c.stop // size)]
         if self.scale_dtype == "float32":
             values = values.astype(np.float64)
-        elif self.scale_dtype == "float8_e8m0fnu" and (scale.max() > 246 or scale.min() < 3):
-            values, scale = values.astype(np.float64), np.ldexp(1.0, scale.astype(np.int32) - 127)
         else:
+            most = 254 - int(math.log2(fmt.max))  # with which the largest code is below 2^128
+            if self.scale_dtype == "float8_e8m0fnu" and (scale.max(initial=0) > most or scale.min(initial=3) < 3):
+                values = values.astype(np.float64)
             scale = FORMATS[self.scale_dtype].table[scale]
         return values * np.repeat(scale, size, axis=1)[:, : c.stop - c.start]
 
@@ -287,7 +294,8 @@ def quantize(w: Any, scheme: str = "FP8A16", *, e8m0: str = "RCEIL") -> Quantize
     FP8A16, FP8_DYNAMIC: `scale[n] = max(amax(abs(w[n, :])) / 448, 2^-126)`, 1 for a row of zeros;
     `codes = e4m3fn(clip(w / scale, -448, 448))`, ties to even; all in float32 (float64 is rounded first).
     FP8: the same with one scale for all of w; runs on the host.
-    NVFP4A16, MXFP4A16, MXFP8A16: `block_scaled.quantize_blocks`, which runs on the host.
+    NVFP4A16, MXFP4A16, MXFP8A16: `block_scaled.quantize_blocks`.
+    Where w is on a GPU, all but FP8 are computed there, with the same bits.
 
     Parameters
     ----------
@@ -301,7 +309,9 @@ def quantize(w: Any, scheme: str = "FP8A16", *, e8m0: str = "RCEIL") -> Quantize
     Returns
     -------
     QuantizedTensor
-        On the device where w is. On a host it takes at most 64 MiB beside w and the result.
+        On the device where w is. On a host it takes at most 64 MiB beside w and the result. NVFP4A16 reads w twice, for
+        its largest magnitude first. On a GPU rows of w that are not contiguous, or whose 16-byte pieces or blocks are
+        not whole, are read value by value.
 
     Raises
     ------
@@ -311,16 +321,17 @@ def quantize(w: Any, scheme: str = "FP8A16", *, e8m0: str = "RCEIL") -> Quantize
         If w is not two-dimensional or is empty, or has a value that is not finite as float32: the text says
         how many and where the first is. If the scheme is not known.
 
-    Source: OCP 8-bit Floating Point Specification 1.0 for e4m3fn.
+    Source: OCP 8-bit Floating Point Specification 1.0 for e4m3fn; OCP MX 1.0, section 6.3, for MX.
     """
     row = scheme_of(scheme)
     if e8m0 not in E8M0_RULES:
         raise ValueError(f"quantize: e8m0 is {e8m0!r}; allowed are {', '.join(E8M0_RULES)}.")
     a = _weights(w)
     if row.scale_dtype != "float32":
-        codes, scale, global_scale, wrong = quantize_blocks(interop.to_host(a), row, e8m0)
+        found = quantize_blocks(a, row, e8m0) if interop.on_host(a) else _quantize_blocks_gpu(w, a, row, e8m0)
+        codes, scale, global_scale, wrong = found
         _refuse(wrong, a.shape)
-        return _quantized(codes, scale, row, a.shape, global_scale).to(_device_of(a))
+        return _quantized(codes, scale, row, a.shape, global_scale)
     if interop.on_host(a) or not _by_channel(row):
         codes, scale, wrong = _quantize_host(interop.to_host(a), row)
     else:
@@ -506,19 +517,23 @@ def _with_status(
     entry: str, rows: int, device: int, stream: int, arrays: tuple[int, ...], strides: tuple[int, ...]
 ) -> Wrong:
     """Launch an entry of quantize.cu over `rows`; what it has found. The last of `strides` is k."""
+    launcher = runtime.Launcher(runtime.row("quantize"), kernels.Launch(entry, (rows, 1, 1), 256), device)
+    return _watched(strides[-1], stream, lambda status: launcher(stream, *arrays, status, *strides))
+
+
+def _watched(k: int, stream: int, queue: Callable[[int], None]) -> Wrong:
+    """What kernels have found that `queue` launches on the stream, with the address of the status; waits for them."""
     import cupy
 
-    row = runtime.row("quantize")
-    launcher = runtime.Launcher(row, kernels.Launch(entry, (rows, 1, 1), 256), device)
     status = np.array([0, 2**64 - 1], np.uint64)
     on_gpu = cupy.cuda.alloc(16)
     copy = cupy.cuda.runtime.memcpyAsync
     copy(on_gpu.ptr, status.ctypes.data, 16, 1, stream)
-    launcher(stream, *arrays, on_gpu.ptr, *strides)
+    queue(on_gpu.ptr)
     copy(status.ctypes.data, on_gpu.ptr, 16, 2, stream)
     cupy.cuda.runtime.streamSynchronize(stream)
     count, first = (int(v) for v in status)
-    return Wrong(strides[-1], count, first if count else 0)
+    return Wrong(k, count, first if count else 0)
 
 
 def _dequantize_gpu(q: QuantizedTensor, dtype: str) -> Any:
@@ -534,6 +549,107 @@ def _dequantize_gpu(q: QuantizedTensor, dtype: str) -> Any:
         launcher = runtime.Launcher(runtime.row("quantize"), launch, device)
         stream = cupy.cuda.get_current_stream().ptr
         launcher(stream, out.data.ptr, codes.data.ptr, scale.data.ptr, 0, k, 1, k, k)
+    return out
+
+
+class BlockRows(NamedTuple):
+    """Rows of x on a GPU and where their codes and scales go: addresses, and values or bytes from one to the next."""
+
+    x_dtype: str
+    shape: tuple[int, int]
+    x: int
+    x_stride: int
+    x_step: int
+    codes: int
+    codes_stride: int
+    scale: int
+    scale_stride: int
+
+
+# Where the global scale comes from, in the order of `Mode` in kernels_cu/quantize_blocks.cu.
+NO_FACTOR, FACTOR_BY_ROW, FACTOR_OF_AMAX, FACTOR_GIVEN = range(4)
+
+
+def queue_blocks(
+    what: str,
+    row: Scheme,
+    rule: str,
+    rows: BlockRows,
+    device: int,
+    stream: int,
+    *,
+    mode: int = NO_FACTOR,
+    factor: int = 0,
+    given: int = 0,
+    value: float = 0.0,
+    status: int = 0,
+    pdl: bool = False,
+) -> None:
+    """Launch the entry of quantize_blocks.cu that serves, "quantize" or "amax"; factor, given, status: addresses."""
+    name, (m, k), size = kernels.BLOCK_FORMATS[row.dtype, row.scale_dtype], rows.shape, _WEIGHTS[rows.x_dtype].itemsize
+    codes_unit = 2 * FORMATS[row.dtype].bits  # bytes of 16 codes
+    whole = rows.x_step == 1 and not ((rows.x | rows.x_stride * size) & 15 or k % row.block[1])
+    whole = whole and rows.x_dtype in FLOATS and not (rows.codes | rows.codes_stride) % codes_unit
+    whole = whole and k <= kernels.block_most(rows.x_dtype, mode == FACTOR_BY_ROW)
+    end = "any" if not whole else name + "_token" * (mode == FACTOR_BY_ROW)
+    entry = f"{what}_{rows.x_dtype}_{end}" if what == "quantize" or not whole else f"amax_{rows.x_dtype}"
+    _block_launcher(entry, m, k, device, pdl)(
+        *(stream, rows.x, rows.codes, rows.scale, factor, given, status),
+        *(rows.x_stride, rows.x_step, rows.codes_stride, rows.scale_stride, k),
+        *(m, list(kernels.BLOCK_FORMATS.values()).index(name), E8M0_RULES.index(rule), mode, value),
+    )
+
+
+@lru_cache(1024)
+def _block_launcher(entry: str, m: int, k: int, device: int, pdl: bool) -> runtime.Launcher:
+    pdl = pdl and kernels.arch_of(runtime.target(device).arch).pdl
+    return runtime.Launcher(runtime.row("quantize_blocks"), kernels.blocks_launch(entry, m, k), device, pdl)
+
+
+def _quantize_blocks_gpu(given: Any, w: Any, row: Scheme, rule: str) -> tuple[Any, Any, Any, Wrong]:
+    """As quantize_blocks, on the stream of the library of `given`, whose array w is; ends in a synchronise."""
+    import cupy
+
+    (n, k), device, stream = w.shape, w.device.id, interop.stream(given)
+    with cupy.cuda.Device(device), runtime.stream(stream):
+        codes = cupy.empty((n, -(-k * FORMATS[row.dtype].bits // 8)), np.uint8)
+        scale = cupy.empty((n, -(-k // row.block[1])), np.uint8)
+        factor, amax = (cupy.empty(1, np.float32), cupy.zeros(1, np.float32)) if row.global_scale else (None, None)
+        strides = (s // w.dtype.itemsize for s in w.strides)
+        places = codes.data.ptr, codes.strides[0], scale.data.ptr, scale.strides[0]
+        launch = partial(
+            queue_blocks, row=row, rule=rule, rows=BlockRows(w.dtype.name, (n, k), w.data.ptr, *strides, *places),
+            device=device, stream=stream,
+        )  # fmt: skip
+
+        def queue(status: int) -> None:
+            if factor is None:
+                launch("quantize", status=status)
+            else:
+                launch("amax", factor=amax.data.ptr, status=status)
+                launch("quantize", mode=FACTOR_OF_AMAX, factor=factor.data.ptr, given=amax.data.ptr)
+
+        return codes, scale, factor, _watched(k, stream, queue)
+
+
+def _dequantize_blocks_gpu(q: QuantizedTensor, dtype: str) -> Any:
+    """On CuPy's current stream."""
+    import cupy
+
+    (m, k), device = q.shape, q.codes.device.id
+    with cupy.cuda.Device(device):
+        codes, scale = cupy.ascontiguousarray(q.codes), cupy.ascontiguousarray(q.scale)
+        factor = None if q.global_scale is None else cupy.ascontiguousarray(q.global_scale)
+        out = cupy.empty((m, k), FLOATS.get(dtype, dtype))
+        if m == 0:
+            return out
+        mode = NO_FACTOR if factor is None else FACTOR_BY_ROW if factor.size > 1 else FACTOR_GIVEN
+        name = list(kernels.BLOCK_FORMATS).index((q.dtype, q.scale_dtype))
+        _block_launcher(f"dequantize_{dtype}", m, k, device, False)(
+            *(cupy.cuda.get_current_stream().ptr, out.data.ptr, codes.data.ptr, scale.data.ptr),
+            *(0 if factor is None else factor.data.ptr, 0, 0),
+            *(k, 1, codes.shape[1], scale.shape[1], k, m, name, 0, mode, 0.0),
+        )
     return out
 
 

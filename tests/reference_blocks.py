@@ -17,7 +17,11 @@ import reference
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of the codes 0..7; bit 3 is the sign
 E2M1_TIES = (E2M1[1:] + E2M1[:-1]) / 2
 FP4_VALUES = np.concatenate([E2M1, -E2M1])
-ELEMENTS = {"float4_e2m1fn": (6.0, 2, 1), "float8_e4m3fn": (448.0, 8, 3)}  # max, emax, bits of the mantissa
+ELEMENTS = {  # max, emax, bits of the mantissa
+    "float4_e2m1fn": (6.0, 2, 1),
+    "float8_e4m3fn": (448.0, 8, 3),
+    "float8_e5m2": (57344.0, 15, 2),
+}
 SCHEMES = {  # dtype, scale_dtype, values in a block
     "NVFP4A16": ("float4_e2m1fn", "float8_e4m3fn", 16),
     "MXFP4A16": ("float4_e2m1fn", "float8_e8m0fnu", 32),
@@ -83,30 +87,66 @@ def amax_of_blocks(w: np.ndarray, size: int) -> np.ndarray:
     return np.maximum.reduceat(np.abs(w), np.arange(0, w.shape[1], size), axis=1)
 
 
-def quantize(w: Any, scheme: str, rule: str = "RCEIL") -> Blocks:
-    """Codes, scales and values of a finite weight [N, K]."""
-    dtype, _, size = SCHEMES[scheme]
-    w = fp32(reference.to_float64(w))
+def factor(amax: Any) -> np.ndarray:
+    """NVFP4's global scale of values up to amax."""
+    return np.where(amax == 0, 1, np.maximum(fp32(amax / 2688), 2.0**-126))
+
+
+def encode(w: np.ndarray, dtype: str, size: int, rule: str, g: Any = None) -> Blocks:
+    """Blocks of finite float32 numbers in float64; g: NVFP4's global scale, float64, one or [rows, 1]."""
     amax = amax_of_blocks(w, size)
-    g = None
-    if scheme == "NVFP4A16":
-        g = np.maximum(fp32(amax.max() / 2688), 2.0**-126) if amax.max() else np.float64(1)
-        scale = reference.encode(np.minimum(fp32(amax / fp32(6 * g)), 448))
+    if g is not None:
+        with np.errstate(over="ignore"):
+            scale = reference.encode(np.minimum(fp32(amax / fp32(6 * g)), 448))
         exact = reference.VALUES[scale] * g
         step = fp32(exact)
     else:
         scale = e8m0(amax, rule, dtype)
         exact = step = np.ldexp(1.0, scale.astype(np.int64) - 127)
     exact, step = (np.repeat(a, size, axis=1)[:, : w.shape[1]] for a in (exact, step))
-    ratio = np.where(step == 0, np.copysign(0, w), w / np.where(step == 0, 1, step))
+    with np.errstate(over="ignore"):
+        ratio = fp32(np.where(step == 0, np.copysign(0, w), w / np.where(step == 0, 1, step)))
     if dtype == "float4_e2m1fn":
-        codes = encode_e2m1(fp32(ratio))
+        codes = encode_e2m1(ratio)
         values = FP4_VALUES[codes] * exact
         codes = pack(codes)
     else:
-        codes = reference.encode(fp32(ratio))
-        values = reference.VALUES[codes] * exact
-    return Blocks(codes, scale, None if g is None else np.array([g], np.float32), values)
+        codes = reference.encode(ratio, dtype)
+        values = reference.ELEMENTS[dtype].values[codes] * exact
+    return Blocks(codes, scale, None if g is None else np.ravel(g).astype(np.float32), values)
+
+
+def quantize(w: Any, scheme: str, rule: str = "RCEIL") -> Blocks:
+    """Codes, scales and values of a finite weight [N, K]."""
+    dtype, _, size = SCHEMES[scheme]
+    w = fp32(reference.to_float64(w))
+    return encode(w, dtype, size, rule, factor(np.abs(w).max()) if scheme == "NVFP4A16" else None)
+
+
+def quantize_activations(
+    x: Any, dtype: str, scale_dtype: str, rule: str = "RCEIL", global_scale: float | None = None
+) -> Blocks:
+    """The same of activations [M, K], which may hold NaN and Inf; NVFP4's global scale is each row's, or given."""
+    x = reference.to_float64(x)
+    finite = np.isfinite(x)
+    clean = np.where(finite, x, 0)
+    g, size = None, 32
+    if scale_dtype == "float8_e4m3fn":
+        size = 16
+        given = None if global_scale is None else np.float64(np.float32(global_scale))
+        g = factor(np.abs(clean).max(axis=1, keepdims=True)) if given is None else given
+    found = encode(clean, dtype, size, rule, g)
+    if dtype != "float4_e2m1fn":
+        found.codes[~finite] = 0x7F
+        found.values[~finite] = np.nan
+        return found
+    codes = unpack(found.codes, x.shape[1])
+    for i, j in np.argwhere(~finite):
+        block = slice(j // size * size, j // size * size + size)
+        found.scale[i, j // size] = 0x7F if size == 16 else 0xFF
+        codes[i, block], found.values[i, block] = 0, np.nan
+    found.codes[...] = pack(codes)
+    return found
 
 
 def offset_128x4(r: int, c: int, columns: int) -> int:

@@ -15,6 +15,7 @@ from cufp8.formats import FLOATS
 from cufp8.kernels import (
     ACTIVATION_ARGS,
     ARCHS,
+    BLOCK_ARGS,
     KERNELS,
     LINEAR_ARGS,
     ROWS,
@@ -300,6 +301,18 @@ def check_activations(row: str, arch: str, name: str, ptx: str) -> None:
     assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx, name
 
 
+def check_blocks(arch: str, name: str, ptx: str) -> None:
+    """Of quantize_blocks.cu: what may start early touches nothing before the wait."""
+    assert "ld.global.nc" not in ptx, name
+    assert ("atom." in ptx or "red." in ptx) == (not name.startswith("dequantize") and "nvfp4" not in name), name
+    if not ARCHS[arch].pdl or not name.startswith("quantize_"):
+        assert "griddepcontrol" not in ptx, name
+        return
+    lines = ptx.splitlines()
+    assert not {at for at, _ in arguments_behind(lines)} & before_the_wait(lines), name
+    assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx, name
+
+
 def check_launches(row: Kernel, arch: str, found: dict[str, Entry]) -> None:
     """The table's launches have the block that the kernels are bound to, and memory for it."""
     smem_bytes = SMEM_BYTES[arch]
@@ -416,6 +429,8 @@ def test_row_compiles_clean(row: str, arch: str, nvrtc, monkeypatch: pytest.Monk
         assert entry.params == (kernel.args.size,), f"{name} takes parameters of {entry.params}"
         if kernel.args is ACTIVATION_ARGS:
             check_activations(row, arch, name, entry.ptx)
+        if kernel.args is BLOCK_ARGS:
+            check_blocks(arch, name, entry.ptx)
         if kernel.takes is ScaledProblem:
             check_scaled(kernel, arch, name, entry.ptx)
         elif kernel.plan is not None:
@@ -438,7 +453,14 @@ def test_argument_blocks_of_another_size_do_not_compile(nvrtc, monkeypatch: pyte
     import dataclasses
     import struct
 
-    for name in ("bulk_mma", "quantize", "activations", "stream", "scaled_few_e4m3_e4m3"):  # each kind of block
+    for name in (
+        "bulk_mma",
+        "quantize",
+        "activations",
+        "quantize_blocks",
+        "stream",
+        "scaled_few_e4m3_e4m3",
+    ):  # each kind of block
         wrong = dataclasses.replace(ROWS[name], args=struct.Struct(ROWS[name].args.format + "P"))
         with pytest.raises(runtime.CompileError, match="must agree"):
             runtime.compile(wrong, "sm_90a")

@@ -205,11 +205,13 @@ def test_the_default_scheme() -> None:
 
 
 def test_what_quantised_activations_may_be() -> None:
-    rows = {(row.dtype, row.block) for row in formats.ACTIVATIONS}
+    rows = {(row.dtype, row.scale_dtype, row.block) for row in formats.ACTIVATIONS}
     blocks = ((-1, -1), (1, -1), (1, 128))
-    assert rows == {(dtype, block) for dtype in reference.ELEMENTS for block in blocks}
+    e8m0 = {(dtype, "float8_e8m0fnu", (1, 32)) for dtype in (*reference.ELEMENTS, "float4_e2m1fn")}
+    nvfp4 = ("float4_e2m1fn", "float8_e4m3fn", (1, 16))
+    assert rows == {(dtype, "float32", block) for dtype in reference.ELEMENTS for block in blocks} | e8m0 | {nvfp4}
     assert len(formats.ACTIVATIONS) == len(rows)
-    assert all(row.scale_dtype == "float32" and not row.global_scale for row in formats.ACTIVATIONS)
+    assert [row.dtype for row in formats.ACTIVATIONS if row.global_scale] == ["float4_e2m1fn"]
     assert not {row.name for row in formats.ACTIVATIONS} & set(formats.SCHEMES)
 
 
