@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
-from cufp8.formats import FLOATS
+from cufp8.formats import FLOATS, FORMATS
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,65 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Weight:
+    """How the weights of some schemes lie on a GPU, and what multiplies them; a row of WEIGHTS.
+
+    A tile of the kernels' layout is UNIT channels by STEP of k: codes, then the scales of its blocks
+    (kernels_cu/weights.cuh).
+    """
+
+    name: str
+    bits: int  # of a code
+    block: int  # of k that a scale in the tile covers; 0: scales lie elsewhere
+    scales_sums: tuple[str, ...] = ()  # dtypes of x with which scales multiply sums, for they do not fold into codes
+    folds: tuple[int, int] | None = None  # e8m0 codes, first and last, that fold where they may; None: all scales do
+
+    @property
+    def scales(self) -> int:
+        """Scales of a channel in a tile, a byte each."""
+        return STEP // self.block if self.block else 0
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of codes in a tile."""
+        return UNIT * STEP * self.bits // 8
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.code_bytes + UNIT * self.scales
+
+    @property
+    def own_bytes(self) -> int:
+        """Of a tile, where each lane of a warp has its own copy of what it multiplies: scales of two channels."""
+        return self.code_bytes + 32 * 2 * self.scales
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        sums = ((f"SUMS_{x.upper()}", int(x in self.scales_sums)) for x in ("bfloat16", "float16"))
+        number = list(WEIGHTS).index(self.name)
+        return ("WEIGHT", number), ("TILE_BYTES", self.tile_bytes), ("IS_MX", int(self.folds is not None)), *sums
+
+    @property
+    def layout(self) -> str:
+        """The row of KERNELS that lays them out: one for codes in bytes whose tiles have no scales."""
+        return f"layout_{self.name}" if self.block else "layout"
+
+
+# In the order of Format in weights.cuh. A scale of NVFP4 is a power of two from 2^-9 to 2^8 and three more bits, which
+# with a code fit bfloat16 and float16 both.
+WEIGHTS = {
+    w.name: w
+    for w in (
+        Weight("fp8", 8, 0),
+        Weight("fp8_block", 8, 0, scales_sums=("bfloat16", "float16")),
+        Weight("mxfp8", 8, 32, scales_sums=("float16",), folds=(3, 134)),
+        Weight("mxfp4", 4, 32, scales_sums=("float16",), folds=(0, 128)),
+        Weight("nvfp4", 4, 16),
+    )
+}
+
+
+@dataclass(frozen=True)
 class Problem:
     """y [m, n] = x [m, k] @ w [n, k].T in one scheme. dtypes are ml_dtypes names."""
 
@@ -101,6 +160,8 @@ class Problem:
     aligned16: bool = True  # every row of x starts on a multiple of 16 bytes, and k values fill such pieces
     batch_invariant: bool = False  # the bits of a row of y depend on its row of x alone, not on m
     captured: bool = False  # the stream is being captured, which cuBLAS through CuPy refuses
+    weight: str = "fp8"  # a name in WEIGHTS
+    wide: bool = False  # the weight has e8m0 scales that do not fold (Weight.folds)
 
 
 @dataclass(frozen=True)
@@ -139,7 +200,7 @@ UNIT, STEP = 16, 64
 
 
 def units_steps(n: int, k: int) -> tuple[int, int]:
-    """Units and steps of a weight [n, k] in the kernels' layout: 1 KiB each pair."""
+    """Units and steps of a weight [n, k] in the kernels' layout: a tile each pair."""
     return _ceil(n, UNIT), _ceil(k, STEP)
 
 
@@ -150,26 +211,110 @@ def _panels(units: int, panels: int) -> list[slice]:
     return [slice(a, b) for a, b in zip(firsts, firsts[1:], strict=False)]
 
 
-def pack(codes: np.ndarray, panels: int) -> np.ndarray:
-    """Codes uint8 [n, k] in the kernels' layout, uint8 [units * steps * 1024]; zeros past n and k."""
+def pack(codes: np.ndarray, panels: int, weight: Weight | None = None, scale: np.ndarray | None = None) -> np.ndarray:
+    """Codes and scales in the kernels' layout, uint8 [units * steps * tile_bytes]; zeros past n and k.
+
+    Parameters
+    ----------
+    codes
+        uint8 [n, k]; of 4 bits one a byte.
+    weight
+        A row of WEIGHTS; None: "fp8".
+    scale
+        Of weights whose tiles have scales: uint8 [n, ceil(k / block)].
+    """
+    weight = weight or WEIGHTS["fp8"]
     units, steps = units_steps(*codes.shape)
     wide = np.zeros((units * UNIT, steps * STEP), np.uint8)
     wide[: codes.shape[0], : codes.shape[1]] = codes
-    # [unit, half, row, step, j, h, t, e] -> [unit, step, half, row, t, j, e, h]
-    tiles = wide.reshape(units, 2, 8, steps, 4, 2, 4, 2).transpose(0, 3, 1, 2, 6, 4, 7, 5)
+    # [unit, half, row, step, j, h, t, e]
+    tiles = wide.reshape(units, 2, 8, steps, 4, 2, 4, 2)
+    if weight.bits == 8:  # -> [unit, step, half, row, t, j, e, h]
+        tiles = tiles.transpose(0, 3, 1, 2, 6, 4, 7, 5)
+    else:  # -> [unit, step, row, t, j, pair, e]
+        pairs = tiles.transpose(0, 3, 2, 6, 4, 5, 1, 7).reshape(units, steps, 8, 4, 4, 4, 2)
+        tiles = _e2m1_words(pairs)[..., None].view(np.uint8)
+    tiles = tiles.reshape(units, steps, weight.code_bytes)
+    if weight.block:
+        kept = np.zeros((units * UNIT, steps * weight.scales), np.uint8)
+        kept[: scale.shape[0], : scale.shape[1]] = NVFP4_SCALES[scale] if weight.name == "nvfp4" else scale
+        kept = kept.reshape(units, 2, 8, steps, weight.scales).transpose(0, 3, 2, 1, 4).reshape(units, steps, -1)
+        tiles = np.concatenate([tiles, kept], axis=2)
     return np.concatenate([tiles[u].swapaxes(0, 1).ravel() for u in _panels(units, panels)])
 
 
-def unpack(packed: np.ndarray, n: int, k: int, panels: int) -> np.ndarray:
-    """The inverse of `pack`: uint8 [n, k]."""
+def unpack(
+    packed: np.ndarray, n: int, k: int, panels: int, weight: Weight | None = None
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """The inverse of `pack`: codes uint8 [n, k], and the scales where tiles have some."""
+    weight = weight or WEIGHTS["fp8"]
     units, steps = units_steps(n, k)
-    tiles = np.empty((units, steps, 2, 8, 4, 4, 2, 2), np.uint8)
+    tiles = np.empty((units, steps, weight.tile_bytes), np.uint8)
     for u in _panels(units, panels):
         some = tiles[u]
-        part = packed[u.start * steps * UNIT * STEP :][: some.size]
-        some[...] = part.reshape(steps, len(some), *tiles.shape[2:]).swapaxes(0, 1)
-    wide = tiles.transpose(0, 2, 3, 1, 5, 7, 4, 6).reshape(units * UNIT, steps * STEP)
-    return np.ascontiguousarray(wide[:n, :k])
+        part = packed[u.start * steps * weight.tile_bytes :][: some.size]
+        some[...] = part.reshape(steps, len(some), -1).swapaxes(0, 1)
+    codes = np.ascontiguousarray(tiles[..., : weight.code_bytes])
+    if weight.bits == 8:
+        wide = codes.reshape(units, steps, 2, 8, 4, 4, 2, 2).transpose(0, 2, 3, 1, 5, 7, 4, 6)
+    else:
+        pairs = _e2m1_pairs(codes.view(np.uint32).reshape(units, steps, 8, 4, 4))
+        # [unit, step, row, t, j, h, half, e] -> [unit, half, row, step, j, h, t, e]
+        wide = pairs.reshape(units, steps, 8, 4, 4, 2, 2, 2).transpose(0, 6, 2, 1, 4, 5, 3, 7)
+    wide = np.ascontiguousarray(wide.reshape(units * UNIT, steps * STEP)[:n, :k])
+    if not weight.block:
+        return wide
+    kept = tiles[..., weight.code_bytes :].reshape(units, steps, 8, 2, weight.scales).transpose(0, 3, 2, 1, 4)
+    kept = kept.reshape(units * UNIT, steps * weight.scales)[:n, : _ceil(k, weight.block)]
+    return wide, np.argsort(NVFP4_SCALES).astype(np.uint8)[kept] if weight.name == "nvfp4" else kept.copy()
+
+
+# The bits of a word of eight e2m1 codes that each of its pairs has, and by how many bits each group of them is turned
+# to the left to come to the sign's and the magnitude's place in the halves of a pair (e2m1_pair of weights.cuh).
+_E2M1_BITS = (
+    ((0x81C081C0, 0),),
+    ((0x81C081C0, 6),),
+    ((0x81C081C0, 12),),
+    ((0x80C080C0, 2), (0x01000100, 26)),
+)
+
+
+def _turned(words: np.ndarray, bits: int) -> np.ndarray:
+    return words << np.uint32(bits) | words >> np.uint32(-bits % 32) if bits else words
+
+
+def _e2m1_words(pairs: np.ndarray) -> np.ndarray:
+    """Codes [..., 4 pairs, 2] -> uint32 [...]: the pairs of a product's operands in a word."""
+    wide = pairs.astype(np.uint32)
+    halves = (wide & 8) << 12 | (wide & 7) << 6
+    whole = halves[..., 0] | halves[..., 1] << 16
+    words = np.zeros(whole.shape[:-1], np.uint32)
+    for i, groups in enumerate(_E2M1_BITS):
+        for bits, left in groups:
+            words |= _turned(whole[..., i] & np.uint32(bits), -left % 32)
+    return words
+
+
+def _e2m1_pairs(words: np.ndarray) -> np.ndarray:
+    """The inverse: codes uint8 [..., 4, 2]."""
+    whole = [sum(_turned(words, left) & np.uint32(bits) for bits, left in groups) for groups in _E2M1_BITS]
+    halves = np.stack(whole, axis=-1)[..., None] >> np.array([0, 16], np.uint32)
+    return (halves >> 12 & 8 | halves >> 6 & 7).astype(np.uint8)
+
+
+def _nvfp4_scales() -> np.ndarray:
+    """How tiles keep each e4m3fn scale (weights.cuh); of the codes that no scale has, numbers that no other has."""
+    kept = np.zeros(256, np.int64)
+    for code in range(1, 0x7F):
+        mantissa, exponent = np.frexp(float(FORMATS["float8_e4m3fn"].table[code]))
+        kept[code] = (exponent - 1 + 9) * 8 + (mantissa * 2 - 1) * 8 + 1
+    kept[[0, 0x80]] = 209, 210
+    left = [code for code in range(256) if code not in (0, 0x80) and not kept[code]]
+    kept[left] = np.setdiff1d(np.arange(256), kept[kept > 0])[: len(left)]
+    return kept.astype(np.uint8)
+
+
+NVFP4_SCALES = _nvfp4_scales()
 
 
 @dataclass(frozen=True)
@@ -192,6 +337,16 @@ def _serves_nothing(target: Target, problem: Any) -> bool:
     return False
 
 
+def _multiplies(weight: str, serves: Callable[[Target, Problem], bool], target: Target, p: Problem) -> bool:
+    """A row that is compiled for one of WEIGHTS."""
+    return p.weight == weight and serves(target, p)
+
+
+def _too_wide(p: Problem) -> bool:
+    """Whether scales would fold, but for those that this weight has."""
+    return p.wide and p.x_dtype == "bfloat16"
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A row of KERNELS: a source file, the constants it is compiled with, and what it serves.
@@ -209,6 +364,7 @@ class Kernel:
     plan: Callable[[Target, Any], Launch] | None = None
     dynamic_smem: bool = False  # launches ask for shared memory of their own size
     takes: type = Problem  # what `serves` and `plan` are asked about
+    weight: str = ""  # a name in WEIGHTS, if it is compiled for one
 
     @property
     def linear(self) -> bool:
@@ -257,8 +413,9 @@ def _mma_dtypes(arch: Arch) -> tuple[str, ...]:
     return ("bfloat16", "float16") if arch.bf16_mma else ("float16",)
 
 
-def _mma_entries(arch: Arch) -> tuple[str, ...]:
-    return tuple(f"mma_sync_{x}_{tokens}" for x in _mma_dtypes(arch) for tokens in _MMA_SHAPES)
+def _mma_entries(weight: Weight, arch: Arch) -> tuple[str, ...]:
+    wide = ("bfloat16_wide",) if weight.folds and arch.bf16_mma else ()
+    return tuple(f"mma_sync_{x}_{tokens}" for x in (*_mma_dtypes(arch), *wide) for tokens in _MMA_SHAPES)
 
 
 def _mma_serves(target: Target, p: Problem) -> bool:
@@ -269,7 +426,7 @@ def _mma_serves(target: Target, p: Problem) -> bool:
 def _mma_plan(target: Target, p: Problem) -> Launch:
     tokens = next((t for t in _MMA_SHAPES if p.m <= t), 32)
     grid = (_ceil(_ceil(p.n, UNIT), _MMA_SHAPES[tokens]), *_token_groups(_ceil(p.m, tokens)))
-    return Launch(f"mma_sync_{p.x_dtype}_{tokens}", grid, 32 * MMA_WARPS)
+    return Launch(f"mma_sync_{p.x_dtype}{'_wide' * _too_wide(p)}_{tokens}", grid, 32 * MMA_WARPS)
 
 
 # --- async_mma.cu ----------------------------------------------------------------------------------------
@@ -290,7 +447,7 @@ def _async_serves(target: Target, p: Problem) -> bool:
     # 14336x4096 17.0 / 17.0, 28672x8192 59.4 / 56.6: each block reads x again. M = 16: 4096x4096 7.6 / 8.0, 4096x14336
     # 18.2 / 20.1, but 6144x4096 10.9 / 10.5.
     arch, units = arch_of(target.arch), units_steps(p.n, p.k)[0]
-    if not (arch.bf16_mma and p.x_dtype in _mma_dtypes(arch) and p.aligned16) or p.batch_invariant:
+    if not (arch.bf16_mma and p.x_dtype in _mma_dtypes(arch) and p.aligned16) or p.batch_invariant or _too_wide(p):
         return False
     if p.m <= 8:
         return p.m == 1 or units <= 4 * target.sms or not _tiles_serve(target, p)
@@ -305,7 +462,7 @@ def _async_plan(target: Target, p: Problem) -> Launch:
     wide = 2 if tokens == 16 or (tokens == 8 and units > 2 * target.sms) else 1
     group = _ASYNC_SHAPES[tokens, wide]
     x_bytes = group * 160 if tokens == 1 else tokens * (group * 128 + 16)
-    warp_bytes = group * wide * UNIT * STEP + x_bytes
+    warp_bytes = group * wide * WEIGHTS[p.weight].own_bytes + x_bytes
     most = 12 if tokens == 16 else 16 if units <= target.sms or (tokens == 1 and steps >= 224) else 8
     most = min(most, target.smem_bytes // warp_bytes)
     groups = _ceil(steps, group)
@@ -321,24 +478,36 @@ def _async_plan(target: Target, p: Problem) -> Launch:
 # --- tiles.cuh: bulk_mma.cu, wgmma.cu --------------------------------------------------------------------
 
 TILE_MAX_UNITS, TILE_MAX_STAGES = 8, 16
-_TILE_THREADS = {256: 384}  # tokens of a block -> its threads, where they are not 320
-# kernel -> tokens of a block -> blocks whose registers fit a multiprocessor
+# kernel -> tokens of a block -> blocks whose registers fit a multiprocessor; the same where scales multiply sums
 _TILES = {"bulk_mma": {8: 2, 16: 2, 32: 2, 64: 1}, "wgmma": {32: 2, 64: 2, 128: 1, 256: 1}}
+_SUMS_TILES = {"bulk_mma": {8: 2, 16: 2, 32: 1}, "wgmma": {32: 2, 64: 1, 128: 1}}
 _WARP_UNITS = {"bulk_mma": 2, "wgmma": 1}  # of a warp that multiplies
 _WAYS = {"bulk_mma": (8, 4, 2), "wgmma": (2, 1)}  # in which 8 warps may take turns at the stages, the most first
 _HELD = {"bulk_mma": 1, "wgmma": 3}  # stages that a way waits for before it gives the first of them back
 
 
+def _tiles(name: str, weight: Weight, x_dtype: str) -> dict[int, int]:
+    """Tokens of a block -> blocks whose registers fit a multiprocessor."""
+    return (_SUMS_TILES if x_dtype in weight.scales_sums else _TILES)[name]
+
+
+def _tile_threads(p: Problem, tokens: int) -> int:
+    """Threads of a block: more for more sums, of which scales that multiply some need a second set."""
+    sets = 2 if p.x_dtype in WEIGHTS[p.weight].scales_sums else 1
+    return 384 if tokens * sets > 128 else 320
+
+
 def _tile_defines(name: str) -> tuple[tuple[str, int], ...]:
-    return tuple((f"BLOCKS_{tokens}", fitting) for tokens, fitting in _TILES[name].items())
+    blocks = {"BLOCKS": _TILES[name], "SUMS_BLOCKS": _SUMS_TILES[name]}
+    return tuple((f"{key}_{tokens}", some.get(tokens, 0)) for key, some in blocks.items() for tokens in _TILES[name])
 
 
-def _tile_entries(name: str, arch: Arch) -> tuple[str, ...]:
-    return tuple(f"{name}_{x}_{tokens}" for x in _mma_dtypes(arch) for tokens in _TILES[name])
+def _tile_entries(name: str, weight: Weight, dtypes: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{name}_{x}_{tokens}" for x in dtypes for tokens in _tiles(name, weight, x))
 
 
 def _tiles_serve(target: Target, p: Problem) -> bool:
-    fits = arch_of(target.arch).bulk and p.x_dtype in ("bfloat16", "float16") and p.aligned16
+    fits = arch_of(target.arch).bulk and p.x_dtype in ("bfloat16", "float16") and p.aligned16 and not _too_wide(p)
     return fits and target.smem_bytes >= 99 << 10
 
 
@@ -351,12 +520,12 @@ def tile_launch(
     and the next; where there are more, they take tile after tile.
     """
     large = target.smem_bytes >= 200 << 10
-    fitting = min(per_sm, _TILES[name][tokens]) if large else 1
+    fitting = min(per_sm, _tiles(name, WEIGHTS[p.weight], p.x_dtype)[tokens]) if large else 1
     tile, wider = divmod(units_steps(p.n, p.k)[0], tiles)
     most = tile + (wider > 0)
     wanted = tiles * _ceil(p.m, tokens) * split
     blocks = min(wanted, target.sms * fitting) if split == 1 else wanted
-    stage = tokens * STEP * 2 + most * UNIT * STEP
+    stage = tokens * STEP * 2 + _ceil(most * WEIGHTS[p.weight].tile_bytes, 1024) * 1024
     for ways in _WAYS[name]:
         sums = tokens * _WARP_UNITS[name] * TILE_MAX_UNITS * UNIT * 4 if split * ways > 1 else 0
         own = blocks < wanted or (split > 1 and tokens <= 64 and large) or (split == 1 and p.batch_invariant)
@@ -371,7 +540,7 @@ def tile_launch(
     ring = stages * (stage + 16)
     early = blocks % target.sms == 0 and blocks <= target.sms * fitting and split <= 2
     return Launch(
-        f"{name}_{p.x_dtype}_{tokens}", (blocks, 1, 1), _TILE_THREADS.get(tokens, 320), split, stages,
+        f"{name}_{p.x_dtype}_{tokens}", (blocks, 1, 1), _tile_threads(p, tokens), split, stages,
         max(ring + own_sums, sums), (tile, wider, ways, ring if own_sums else 0, early), tokens,
     )  # fmt: skip
 
@@ -383,9 +552,9 @@ def _few_tokens(target: Target, p: Problem) -> tuple[int, int, int]:
     return *panels_split(p.n, p.k, target.sms), 2
 
 
-def _bulk_entries(arch: Arch) -> tuple[str, ...]:
+def _bulk_entries(weight: Weight, arch: Arch) -> tuple[str, ...]:
     # From sm_120 on shared memory has no room for the sums of 64 tokens.
-    entries = _tile_entries("bulk_mma", arch) if arch.bulk else ()
+    entries = _tile_entries("bulk_mma", weight, _mma_dtypes(arch)) if arch.bulk else ()
     return tuple(e for e in entries if arch.cc < (12, 0) or not e.endswith("_64"))
 
 
@@ -394,15 +563,18 @@ def _invariant(name: str, target: Target, p: Problem) -> Launch:
     tiles, split, per_sm = _few_tokens(target, p)
     narrow = 2 * _ceil(units_steps(p.n, p.k)[0], tiles) <= TILE_MAX_UNITS  # 256 tokens leave no room for two ways
     most = 32 if name == "bulk_mma" else 128 if narrow else 256
-    tokens = next((t for t in _TILES[name] if t >= min(p.m, most) and t >= 32), most)
+    usable = _tiles(name, WEIGHTS[p.weight], p.x_dtype)
+    most = min(most, max(usable))
+    tokens = next((t for t in usable if t >= min(p.m, most) and t >= 32), most)
     return tile_launch(name, target, p, tokens, tiles, split, per_sm)
 
 
 def _bulk_plan(target: Target, p: Problem) -> Launch:
     if p.batch_invariant:
         return _invariant("bulk_mma", target, p)
-    most = 64 if target.smem_bytes >= 200 << 10 else 32
-    tokens = next(t for t in _TILES["bulk_mma"] if t >= min(p.m, most))
+    usable = _tiles("bulk_mma", WEIGHTS[p.weight], p.x_dtype)
+    most = min(max(usable), 64 if target.smem_bytes >= 200 << 10 else 32)
+    tokens = next(t for t in usable if t >= min(p.m, most))
     return tile_launch("bulk_mma", target, p, tokens, *_few_tokens(target, p))
 
 
@@ -411,14 +583,20 @@ _WGMMA_NS = {64: (310, 170, 900), 128: (400, 225, 2000), 256: (650, 500, 6000)}
 _CLUSTERED = {1: 1.0, 2: 1.0, 4: 120 / 132, 8: 112 / 132}  # of the multiprocessors that clusters of so many blocks fill
 
 
-def _wgmma_entries(arch: Arch) -> tuple[str, ...]:
-    return _tile_entries("wgmma", arch) if arch.wgmma else ()
+def _wgmma_dtypes(weight: Weight) -> tuple[str, ...]:
+    """Of x, with which a step's products need no scales, or one."""
+    return tuple(x for x in ("bfloat16", "float16") if not (weight.block and x in weight.scales_sums))
+
+
+def _wgmma_entries(weight: Weight, arch: Arch) -> tuple[str, ...]:
+    return _tile_entries("wgmma", weight, _wgmma_dtypes(weight)) if arch.wgmma else ()
 
 
 def _wgmma_serves(target: Target, p: Problem) -> bool:
     # us of a chain on an H200, against bulk_mma.cu. M = 16: 14336x4096 18.2 / 17.6, 28672x8192 61 / 57; M = 32:
     # 14336x4096 18.0 / 20.2, 28672x8192 59 / 66, but 4096x14336 22.1 / 21.0; M = 64: 4096x14336 23.3 / 27.5.
-    return arch_of(target.arch).wgmma and _tiles_serve(target, p) and (p.m > 16 or p.batch_invariant)
+    fits = arch_of(target.arch).wgmma and _tiles_serve(target, p) and p.x_dtype in _wgmma_dtypes(WEIGHTS[p.weight])
+    return fits and (p.m > 16 or p.batch_invariant)
 
 
 def _wgmma_plan(target: Target, p: Problem) -> Launch:
@@ -430,8 +608,9 @@ def _wgmma_plan(target: Target, p: Problem) -> Launch:
     narrow, half = _ceil(units, TILE_MAX_UNITS), _ceil(units, TILE_MAX_UNITS // 2)
     shapes = [panels_split(p.n, p.k, target.sms), *((tiles, split) for tiles in (narrow, half) for split in _CLUSTERED)]
     choices = {}
-    for tokens, (*step_ns, sums_ns) in _WGMMA_NS.items():
-        for tiles, split in shapes:
+    for tokens, (tiles, split) in itertools.product(_WGMMA_NS, shapes):
+        if tokens in _tiles("wgmma", WEIGHTS[p.weight], p.x_dtype):
+            *step_ns, sums_ns = _WGMMA_NS[tokens]
             step = step_ns[2 * _ceil(units, tiles) <= TILE_MAX_UNITS and split <= TILE_MAX_UNITS // 2]
             blocks, room = tiles * _ceil(p.m, tokens) * split, int(target.sms * _CLUSTERED[split])
             if split == 1:
@@ -747,8 +926,8 @@ def _cublas_entries(arch: Arch) -> tuple[str, ...]:
     return (*(f"widen_{x}" for x in FLOATS), "epilogue")
 
 
-def _layout_entries(arch: Arch) -> tuple[str, ...]:
-    return ("pack", "unpack")
+def _layout_entries(weight: Weight, arch: Arch) -> tuple[str, ...]:
+    return ("pack", "unpack", *(("pack_scales", "unpack_scales") if weight.block else ()))
 
 
 def _quantize_entries(arch: Arch) -> tuple[str, ...]:
@@ -854,63 +1033,81 @@ def _block_entries(arch: Arch) -> tuple[str, ...]:
 STREAM_THREADS, COPY_THREADS, STREAM_LOADS = 512, 1024, 4
 
 
+def _linear_rows(weight: Weight) -> list[Kernel]:
+    """The rows that multiply weights of this kind, and the one that lays them out."""
+
+    def row(name: str, source: str, args: struct.Struct, defines: tuple[tuple[str, int], ...], **rest: Any) -> Kernel:
+        if "serves" in rest:
+            rest["serves"] = partial(_multiplies, weight.name, rest["serves"])
+        name = weight.layout if name == "layout" else name if weight.name == "fp8" else f"{name}_{weight.name}"
+        return Kernel(name, source, args, (*defines, *weight.defines), weight=weight.name, **rest)
+
+    rows = [
+        row(
+            "wgmma",
+            "wgmma.cu",
+            TILE_ARGS,
+            _tile_defines("wgmma"),
+            entries=partial(_wgmma_entries, weight),
+            serves=_wgmma_serves,
+            plan=_wgmma_plan,
+            dynamic_smem=True,
+        ),
+        row(
+            "cublas",
+            "widen.cu",
+            LINEAR_ARGS,
+            (),
+            entries=_cublas_entries,
+            serves=_cublas_serves,
+        ),
+        row(
+            "async_mma",
+            "async_mma.cu",
+            LINEAR_ARGS,
+            (),
+            entries=_async_entries,
+            serves=_async_serves,
+            plan=_async_plan,
+            dynamic_smem=True,
+        ),
+        row(
+            "gemv",
+            "gemv.cu",
+            LINEAR_ARGS,
+            (("WARPS", GEMV_WARPS), ("AHEAD", 1)),
+            entries=_gemv_entries,
+            serves=_gemv_serves,
+            plan=_gemv_plan,
+        ),
+        row(
+            "bulk_mma",
+            "bulk_mma.cu",
+            TILE_ARGS,
+            _tile_defines("bulk_mma"),
+            entries=partial(_bulk_entries, weight),
+            serves=_tiles_serve,
+            plan=_bulk_plan,
+            dynamic_smem=True,
+        ),
+        row(
+            "mma_sync",
+            "mma_sync.cu",
+            LINEAR_ARGS,
+            (("WARPS", MMA_WARPS),),
+            entries=partial(_mma_entries, weight),
+            serves=_mma_serves,
+            plan=_mma_plan,
+        ),
+        row("layout", "layout.cu", LINEAR_ARGS, (), entries=partial(_layout_entries, weight)),
+    ]
+    # cuBLAS knows no scales of blocks.
+    spare = {"fp8": (), "fp8_block": ("widen.cu", "layout.cu")}.get(weight.name, ("widen.cu",))
+    return [r for r in rows if r.source not in spare]
+
+
 KERNELS = (
-    Kernel(
-        "wgmma",
-        "wgmma.cu",
-        TILE_ARGS,
-        _tile_defines("wgmma"),
-        entries=_wgmma_entries,
-        serves=_wgmma_serves,
-        plan=_wgmma_plan,
-        dynamic_smem=True,
-    ),
-    Kernel(
-        "cublas",
-        "widen.cu",
-        LINEAR_ARGS,
-        (),
-        entries=_cublas_entries,
-        serves=_cublas_serves,
-    ),
-    Kernel(
-        "async_mma",
-        "async_mma.cu",
-        LINEAR_ARGS,
-        (),
-        entries=_async_entries,
-        serves=_async_serves,
-        plan=_async_plan,
-        dynamic_smem=True,
-    ),
-    Kernel(
-        "gemv",
-        "gemv.cu",
-        LINEAR_ARGS,
-        (("WARPS", GEMV_WARPS), ("AHEAD", 1)),
-        entries=_gemv_entries,
-        serves=_gemv_serves,
-        plan=_gemv_plan,
-    ),
-    Kernel(
-        "bulk_mma",
-        "bulk_mma.cu",
-        TILE_ARGS,
-        _tile_defines("bulk_mma"),
-        entries=_bulk_entries,
-        serves=_tiles_serve,
-        plan=_bulk_plan,
-        dynamic_smem=True,
-    ),
-    Kernel(
-        "mma_sync",
-        "mma_sync.cu",
-        LINEAR_ARGS,
-        (("WARPS", MMA_WARPS),),
-        entries=_mma_entries,
-        serves=_mma_serves,
-        plan=_mma_plan,
-    ),
+    *itertools.chain.from_iterable(_linear_rows(weight) for weight in WEIGHTS.values()),
     Kernel(
         "quantize",
         "quantize.cu",
@@ -944,7 +1141,6 @@ KERNELS = (
         ),
         entries=_block_entries,
     ),
-    Kernel("layout", "layout.cu", LINEAR_ARGS, (), entries=_layout_entries),
     Kernel(
         "stream",
         "stream.cu",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cufp8 import interop, kernels, runtime
-from cufp8.formats import FLOATS, SCHEMES, Scheme
+from cufp8.formats import FLOATS, FORMATS, SCHEMES, Scheme
 from cufp8.formats import scheme as scheme_of
 from cufp8.kernels import Problem, pick
 from cufp8.quantize import QuantizedTensor, _column_chunks, _row_chunks, quantize_to
@@ -23,8 +23,9 @@ class Linear:
     """A linear layer whose weight stays in its codes.
 
     FP8A16: y = round(fmaf(scale[n], sum_k x[m, k] * code[n, k], bias[n])): products and sums in float32, one rounding,
-    to x's dtype. FP8_DYNAMIC and FP8: x becomes e4m3fn in each call, by `quantize_activations`, and is multiplied so,
-    by `scaled_mm`, which rounds once, to x's dtype. A NaN or Inf in x makes its row NaN there.
+    to x's dtype. With scales of blocks the sum is of x * code * scale, and NVFP4A16's global scale is scale[n]; no
+    scale is rounded into a code. FP8_DYNAMIC and FP8: x becomes e4m3fn in each call, by `quantize_activations`, and is
+    multiplied so, by `scaled_mm`, which rounds once, to x's dtype. A NaN or Inf in x makes its row NaN there.
 
     Parameters
     ----------
@@ -36,8 +37,8 @@ class Linear:
         "FP8A16": e4m3fn weights with a float32 scale per output channel, activations as they are.
         "FP8_DYNAMIC": the same weights; activations in e4m3fn too, with a scale per token, found in each call.
         "FP8": e4m3fn weights with one scale, activations in e4m3fn with one scale, `input_scale`.
-        On the CPU also "NVFP4A16", "MXFP4A16" and "MXFP8A16" (`quantize`); by `from_quantized` also FP8A16 with blocks
-        of 128 x 128.
+        "NVFP4A16", "MXFP4A16", "MXFP8A16": weights with a scale for 16 or 32 neighbours of a row (`quantize`),
+        activations as they are. By `from_quantized` also FP8A16 with a scale for each block of 128 x 128.
     device
         "cpu", "cuda", "cuda:i". None: where the weights are if that is a GPU, else the current GPU, else "cpu".
     out_dtype
@@ -176,7 +177,7 @@ class Linear:
 
     def _take(self, q: QuantizedTensor, bias: Any) -> None:
         """The weight, where it is to stay, and the bias; on a GPU all kernels are loaded."""
-        self.shape = q.shape
+        self.shape, self._nbytes = q.shape, q.nbytes
         self._n, self._k = q.shape
         bias = self._bias(bias)
         if q.device == "cpu":
@@ -195,22 +196,26 @@ class Linear:
 
     def _rows(self, q: QuantizedTensor) -> list[kernels.Kernel]:
         """Rows of KERNELS that may serve the layer."""
-        if self.scheme != "FP8A16" or q.block[0] > 1:
-            blocks = f" with {q.block[0]} x {q.block[1]} blocks" if q.block[0] > 1 else ""
-            raise ValueError(
-                f"Linear: no kernel serves {self.scheme}{blocks} on a GPU yet; allowed there are FP8A16, FP8_DYNAMIC "
-                "and FP8, with a scale for each row or for all. On the CPU, with device='cpu', all schemes compute."
-            )
-        return [row for row in kernels.KERNELS if row.linear]
+        return [row for row in kernels.KERNELS if row.linear and row.weight == _kind(q).name]
 
     def _keep(self, q: QuantizedTensor) -> None:
         """Codes and scales on the current GPU, as the kernels read them."""
         import cupy
 
-        self._scale = cupy.ascontiguousarray(q.scale)
+        self._kind, self._wide = _kind(q), _scales_are_wide(q)
         self._panels = kernels.panels_split(*self.shape, self._target.sms)[0]
+        self._form = {"dtype": q.dtype, "scale_dtype": q.scale_dtype, "block": q.block}
+        if q.global_scale is not None:
+            self._form["global_scale"] = cupy.array(q.global_scale)
+            self._scale = cupy.array(cupy.broadcast_to(self._form["global_scale"], self.shape[:1]))
+        elif self._kind.block:
+            self._scale = None
+        else:
+            self._form["scale"] = cupy.array(q.scale, order="C")
+            self._scale = self._form["scale"]
+            if q.scale_dtype != "float32":
+                self._scale = cupy.asarray(FORMATS[q.scale_dtype].table)[self._scale]
         self._codes = _pack(q, self._panels, self._index)
-        self._dtypes = {"dtype": q.dtype, "scale_dtype": q.scale_dtype, "block": q.block}
 
     def _bias(self, bias: Any) -> np.ndarray | None:
         if bias is None:
@@ -235,7 +240,7 @@ class Linear:
         """The codes and scales in the standard layout; on a GPU a copy, unpacked from the kernels' layout."""
         if self._index is None:
             return self._weight
-        return _unpack(self._codes, self._scale, self.shape, self._panels, self._index, self._dtypes)
+        return _unpack(self._codes, self._kind, self.shape, self._panels, self._index, self._form)
 
     @property
     def device(self) -> str:
@@ -245,8 +250,7 @@ class Linear:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and bias, without padding."""
-        weight = self._weight.nbytes if self._index is None else self._n * self._k + self._scale.nbytes
-        return weight + (0 if self.bias is None else 4 * self._n)
+        return self._nbytes + (0 if self.bias is None else 4 * self._n)
 
     def to(self, device: str) -> Linear:
         """The same layer on another device; itself if it is there already."""
@@ -377,8 +381,9 @@ class Linear:
 
     def _problem(self, m: int, x_dtype: str, aligned16: bool = True, captured: bool = False) -> Problem:
         return Problem(
-            self.scheme, (1, self._k), x_dtype, self.out_dtype or x_dtype, m, self._n, self._k,
+            self.scheme, self._form["block"], x_dtype, self.out_dtype or x_dtype, m, self._n, self._k,
             aligned16=aligned16, batch_invariant=self.batch_invariant, captured=captured,
+            weight=self._kind.name, wide=self._wide,
         )  # fmt: skip
 
     def _plan(self, m: int, x_dtype: str, aligned: bool, library: Any) -> Callable[..., None]:
@@ -401,7 +406,7 @@ class Linear:
         row = pick(self._target, p)
         launch = row.plan(self._target, p)
         pdl = self.pdl and kernels.arch_of(self._target.arch).pdl
-        codes, scale = self._codes.data.ptr, self._scale.data.ptr
+        codes, scale = self._codes.data.ptr, 0 if self._scale is None else self._scale.data.ptr
         bias = 0 if self.bias is None else self.bias.data.ptr
         units, steps = kernels.units_steps(p.n, p.k)
         tail = p.m, p.n, p.k, steps, _OUT[p.out_dtype], *divmod(units, self._panels), launch.split, launch.stages
@@ -643,31 +648,67 @@ def _place(device: str | None, weights: Any) -> str:
     return device
 
 
+def _kind(q: QuantizedTensor) -> kernels.Weight:
+    """How weights like q lie on a GPU."""
+    if q.scale_dtype == "float32" or q.block[0] > 1:
+        return kernels.WEIGHTS["fp8_block" if q.block[0] > 1 else "fp8"]
+    alike = (w for w in kernels.WEIGHTS.values() if (w.bits, w.block) == (FORMATS[q.dtype].bits, q.block[1]))
+    return next(alike)
+
+
+def _scales_are_wide(q: QuantizedTensor) -> bool:
+    """Whether a block that is not all zeros has an e8m0 scale that kernels cannot fold into codes."""
+    kind = _kind(q)
+    if kind.folds is None:
+        return False
+    first, last = kind.folds
+    wide = (q.scale < first) | (q.scale > last)
+    rows = wide.any(axis=1).nonzero()[0]
+    if not len(rows):
+        return False
+    if interop.on_host(q.codes):
+        xp: Any = np
+    else:
+        import cupy as xp
+    block_bytes, blocks = kind.block * kind.bits // 8, q.scale.shape[1]
+    codes = xp.zeros((len(rows), blocks * block_bytes), np.uint8)
+    codes[:, : q.codes.shape[1]] = q.codes[rows] & (0x77 if kind.bits == 4 else 0x7F)
+    return bool((wide[rows] & codes.reshape(-1, blocks, block_bytes).any(axis=2)).any())
+
+
 def _pack(q: QuantizedTensor, panels: int, device: int) -> Any:
-    """The codes of q, on the current GPU, in the kernels' layout."""
+    """The codes of q, and scales that stand with them, on the current GPU, in the kernels' layout."""
     import cupy
 
-    codes = q.codes if q.codes.strides[1] == 1 or q.shape[1] == 1 else cupy.ascontiguousarray(q.codes)
-    units, steps = kernels.units_steps(*q.shape)
-    packed = cupy.empty(units * steps * kernels.UNIT * kernels.STEP, np.uint8)
+    kind, (units, steps) = _kind(q), kernels.units_steps(*q.shape)
+    packed = cupy.empty(units * steps * kind.tile_bytes, np.uint8)
     # The codes may come from any library's stream, and y follows on any: the layer is made between two waits.
     cupy.cuda.runtime.deviceSynchronize()
-    _relayout("pack", q.shape, panels, device, codes.data.ptr, 0, packed.data.ptr, codes.strides[0], 0)
+    for entry, a in (("pack", q.codes), ("pack_scales", q.scale))[: 2 if kind.block else 1]:
+        rows = a if a.strides[1] == 1 or a.shape[1] == 1 else cupy.ascontiguousarray(a)
+        _relayout(kind, entry, q.shape, panels, device, rows.data.ptr, 0, packed.data.ptr, rows.strides[0], 0)
+        cupy.cuda.get_current_stream().synchronize()  # a copy of the rows may go
     return packed
 
 
 def _unpack(
-    packed: Any, scale: Any, shape: tuple[int, int], panels: int, device: int, kind: dict[str, Any]
+    packed: Any, kind: kernels.Weight, shape: tuple[int, int], panels: int, device: int, form: dict[str, Any]
 ) -> QuantizedTensor:
+    """The inverse: the codes, the scales among them, and what `form` has beside."""
     import cupy
 
+    n, k = shape
     with cupy.cuda.Device(device):
-        codes = cupy.empty(shape, np.uint8)
-        _relayout("unpack", shape, panels, device, 0, packed.data.ptr, codes.data.ptr, 0, shape[1])
-    return QuantizedTensor(codes, scale, shape=shape, _trusted=True, **kind)
+        found = {"codes": cupy.empty((n, -(-k * kind.bits // 8)), np.uint8)}
+        if kind.block:
+            found["scale"] = cupy.empty((n, -(-k // kind.block)), np.uint8)
+        for entry, a in zip(("unpack", "unpack_scales"), found.values(), strict=False):
+            _relayout(kind, entry, shape, panels, device, 0, packed.data.ptr, a.data.ptr, 0, a.shape[1])
+    return QuantizedTensor(**found, **form, shape=shape, _trusted=True)
 
 
 def _relayout(
+    kind: kernels.Weight,
     entry: str,
     shape: tuple[int, int],
     panels: int,
@@ -682,6 +723,6 @@ def _relayout(
 
     units, steps = kernels.units_steps(*shape)
     launch = kernels.Launch(entry, (steps, min(units, 65535), 1), 64)
-    launcher = runtime.Launcher(runtime.row("layout"), launch, device)
+    launcher = runtime.Launcher(runtime.row(kind.layout), launch, device)
     stream = cupy.cuda.get_current_stream().ptr
     launcher(stream, x, codes, 0, 0, y, x_stride, y_stride, 0, *shape, steps, 0, *divmod(units, panels), 1, 0)

@@ -1,13 +1,15 @@
 // y[m, n] = round(fmaf(scale[n], sum_k x[m, k] * code[n, k], bias[n])) by mma.sync, m <= TOKENS; sm_80 and newer.
 // x bf16 or f16, rows on 16 bytes, k a multiple of 8; codes in the layout of linear.cuh. Codes are A, tokens B.
 // Grid ceil(units / UNITS); block: up to 16 warps, which share k by groups of GROUP steps. A lane copies the codes that it
-// multiplies into a ring of its own: no warp waits for another before its last step.
-// Shared memory, dynamic, a warp: codes [GROUP][UNITS][2][32 lanes][16 bytes] and x of a group; in the end the warps' sums.
+// and the scales that it multiplies into a ring of its own: no warp waits for another before its last step.
+// Shared memory, dynamic, a warp: codes [GROUP][UNITS][PIECES][32 lanes][16 bytes], after each unit's the scales [32
+// lanes][LANE_SCALES], and x of a group; in the end the warps' sums.
 #include "bulk.cuh"
 #include "linear.cuh"
 #include "mma.cuh"
 
 constexpr int MAX_WARPS = 16;
+constexpr int SUMS_WARPS = 12;                                  // of a block of 16 tokens, where scales multiply sums
 template <int TOKENS> constexpr int GROUP = TOKENS > 8 ? 2 : 4; // steps that a warp has on their way
 
 // x of a group, as the warp that multiplies it keeps it. One token: the 32 bytes of a step that a lane needs stand
@@ -43,9 +45,11 @@ template <> struct Chunk<1> {
 };
 
 template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_mma(const LinearArgs &a) {
-    constexpr int GROUP = ::GROUP<TOKENS>, PIECES = GROUP * 8; // of 16 bytes in a group of a row of x
-    constexpr int CHANNELS = UNITS * UNIT, STEP_BYTES = UNITS * TILE_BYTES, PER_LANE = TOKENS * PIECES / 32;
-    constexpr int TILES = (TOKENS + 7) / 8, CHAINS = UNITS * TILES < 4 ? 2 : 1; // of products that wait for one another
+    constexpr int GROUP = ::GROUP<TOKENS>, X_PIECES = GROUP * 8; // of 16 bytes in a group of a row of x
+    constexpr int CHANNELS = UNITS * UNIT, UNIT_BYTES = CODE_BYTES + 32 * LANE_SCALES, STEP_BYTES = UNITS * UNIT_BYTES;
+    constexpr int TILES = (TOKENS + 7) / 8, PER_LANE = TOKENS * X_PIECES / 32;
+    constexpr bool SUMS = SCALES_SUMS<X>;
+    constexpr int CHAINS = UNITS * TILES < 4 && !SUMS ? 2 : 1; // of products that wait for one another
     extern __shared__ __align__(128) uint8_t memory[];
 
     let_next_start();
@@ -53,6 +57,7 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
     const int first_channel = blockIdx.x * CHANNELS, groups = (a.steps + GROUP - 1) / GROUP;
     const uint8_t *from[UNITS];
     int64_t pitch[UNITS];
+    float block[UNITS][GROUP / 2]; // scales of the oldest steps on their way
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) { // past n: any valid codes, their sums are dropped
         const int unit = min(first_channel / UNIT + u, unit_count(a) - 1);
@@ -65,10 +70,20 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
         const int step = group * GROUP + i;
         if (step < a.steps)
 #pragma unroll
-            for (int h = 0; h < 2 * UNITS; ++h)
-                cp_async_16(smem_address(ring) + i * STEP_BYTES + h * (TILE_BYTES / 2),
-                            from[h / 2] + step * pitch[h / 2] + h % 2 * (TILE_BYTES / 2));
+            for (int h = 0; h < PIECES * UNITS; ++h) {
+                const uint32_t to = smem_address(ring) + i * STEP_BYTES + h / PIECES * UNIT_BYTES;
+                const uint8_t *tile = from[h / PIECES] + step * pitch[h / PIECES];
+                cp_async_16(to + h % PIECES * 512, tile + h % PIECES * 512);
+                if constexpr (LANE_SCALES > 0)
+                    if (h % PIECES == 0)
+                        cp_async_few<LANE_SCALES>(to + CODE_BYTES - lane * (16 - LANE_SCALES), tile + to_scales(lane));
+            }
         cp_async_commit();
+        if (FORMAT == FP8_BLOCK && i % 2)
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u)
+                block[u][i / 2] =
+                    block_scale(a, min(first_channel / UNIT + u, unit_count(a) - 1), min(step, a.steps - 1));
     };
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) load(i, warp);
@@ -80,7 +95,7 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
     const auto load_x = [&](int group) {
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
-            const int at = lane + 32 * i, token = at / PIECES, k = group * GROUP * STEP + at % PIECES * 8;
+            const int at = lane + 32 * i, token = at / X_PIECES, k = group * GROUP * STEP + at % X_PIECES * 8;
             pieces[i] = uint4{};
             if (token < a.m && k < a.k)
                 pieces[i] =
@@ -93,18 +108,24 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
     for (int group = warp; group < groups; group += warps) {
         __syncwarp(); // the group before has been read
 #pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) chunk.store((lane + 32 * i) / PIECES, (lane + 32 * i) % PIECES, pieces[i]);
+        for (int i = 0; i < PER_LANE; ++i)
+            chunk.store((lane + 32 * i) / X_PIECES, (lane + 32 * i) % X_PIECES, pieces[i]);
         if (group + warps < groups) load_x(group + warps);
         __syncwarp(); // x of the group is there
 #pragma unroll
         for (int i = 0; i < GROUP; ++i) {
             uint4 b[TILES][2];
             Codes codes[UNITS];
+            float part[UNITS][TILES][4] = {};
 #pragma unroll
             for (int t = 0; t < TILES; ++t) chunk.load(b[t], 8 * t, i);
             cp_async_wait<GROUP - 1>(); // the oldest step of this lane is there
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) codes[u] = Codes(ring + i * STEP_BYTES + u * TILE_BYTES);
+            for (int u = 0; u < UNITS; ++u) {
+                const uint8_t *at = ring + i * STEP_BYTES + u * UNIT_BYTES;
+                codes[u] = Codes(at, at + CODE_BYTES - lane * (16 - LANE_SCALES));
+                if (FORMAT == FP8_BLOCK) codes[u].block_scale = block[u][i / 2];
+            }
             if (group * GROUP + i < a.steps)
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
@@ -114,7 +135,10 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
 #pragma unroll
                         for (int t = 0; t < TILES; ++t) {
                             const uint4 &x = b[t][j / 2];
-                            Mma<X>::m16n8k16(sum[u][t][j % CHAINS], w, j % 2 ? x.z : x.x, j % 2 ? x.w : x.y);
+                            auto &to = SUMS ? part[u][t] : sum[u][t][j % CHAINS];
+                            Mma<X>::m16n8k16(to, w, j % 2 ? x.z : x.x, j % 2 ? x.w : x.y);
+                            if constexpr (SUMS)
+                                if (j % 2) add_part(sum[u][t][0], to, codes[u], j);
                         }
                     }
             load(i, group + warps);
@@ -154,13 +178,13 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
 #pragma unroll
         for (int w = 0; w < MAX_WARPS; ++w)
             if (w < warps) v += mine[w * (TOKENS == 1 ? CHANNELS : UNITS * TILES * 128)];
-        if (first_channel + c < a.n && t < a.m) finish.store(a, t, first_channel + c, v);
+        if (first_channel + c < a.n && t < a.m) finish.store(a, t, first_channel + c, v * SUM_FACTOR<X>);
     }
 }
 
 #define ENTRY(name, X, TOKENS, UNITS)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, TOKENS == 1 ? 2 : 1)                                  \
-        name(const __grid_constant__ LinearArgs a) {                                                                   \
+    extern "C" __global__ void __launch_bounds__(32 * (SCALES_SUMS<X> && TOKENS > 8 ? SUMS_WARPS : MAX_WARPS),         \
+                                                 TOKENS == 1 ? 2 : 1) name(const __grid_constant__ LinearArgs a) {     \
         async_mma<X, TOKENS, UNITS>(a);                                                                                \
     }
 

@@ -59,6 +59,10 @@ __device__ __forceinline__ void cp_async_bulk(void *to, const void *from, uint32
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+// 4 or 8 bytes, which come by way of L1.
+template <int BYTES> __device__ __forceinline__ void cp_async_few(uint32_t to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES));
+}
 // The copies since the last commit are a group; returns when all but the youngest COUNT groups of this thread have landed.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int COUNT> __device__ __forceinline__ void cp_async_wait() {

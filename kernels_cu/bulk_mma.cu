@@ -4,21 +4,30 @@
 template <class X_, int TOKENS_> struct MmaSync {
     using X = X_;
     static constexpr int TOKENS = TOKENS_, UNITS = 2, TOKEN_TILES = TOKENS / 8;
-    static constexpr int HALVES = TOKENS > 16 ? 1 : 2; // of a step, side by side in the code: registers
-    static constexpr int CHAINS = TOKENS > 8 ? 1 : 2;  // of products, each of which waits for the one before
+    static constexpr bool SUMS = SCALES_SUMS<X>;
+    static constexpr int HALVES = TOKENS > (SUMS ? 8 : 16) ? 1 : 2; // of a step, side by side in the code: registers
+    static constexpr int CHAINS = TOKENS > 8 || SUMS ? 1 : 2; // of products, each of which waits for the one before
 
     static __device__ __forceinline__ void add(float (&sum)[UNITS][TOKEN_TILES][4], const Ring<TOKENS> &ring,
-                                               const int (&unit)[UNITS], Place &at, int step, int steps, int ways) {
+                                               const int (&unit)[UNITS], const BlockScales &scales, Place &at, int step,
+                                               int steps, int ways) {
         const int lane = threadIdx.x % 32;
         // ldmatrix: lane l gives the address of row l % 8 of matrix l / 8; k = 8 * (l / 8) .. + 7 of 32.
         const uint32_t row = lane % 8 * 128 + ((lane / 8 ^ lane % 8) << 4);
         float more[UNITS][TOKEN_TILES][4] = {};
 #pragma unroll 1
         for (; step < steps; step += ways) {
+            float block_scale[UNITS];
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u)
+                if (FORMAT == FP8_BLOCK) block_scale[u] = scales.at(unit[u], step);
             mbarrier_wait(ring.full + at.slot, at.parity);
             Codes codes[UNITS];
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) codes[u] = ring.codes(at.slot, unit[u], lane);
+            for (int u = 0; u < UNITS; ++u) {
+                codes[u] = ring.codes(at.slot, unit[u], lane);
+                if (FORMAT == FP8_BLOCK) codes[u].block_scale = block_scale[u];
+            }
             const uint32_t x = smem_address(ring.x(at.slot)) + row;
 #pragma unroll HALVES
             for (int half = 0; half < 2; ++half) {
@@ -30,11 +39,15 @@ template <class X_, int TOKENS_> struct MmaSync {
 #pragma unroll
                 for (int t = 0; t < TOKEN_TILES; ++t) {
                     const uint4 b = ldmatrix_x4((x + t * 1024) ^ half * 64);
+                    float part[UNITS][4] = {};
 #pragma unroll
-                    for (int u = 0; u < UNITS; ++u) Mma<X>::m16n8k16(sum[u][t], w[u][0], b.x, b.y);
+                    for (int u = 0; u < UNITS; ++u) Mma<X>::m16n8k16(SUMS ? part[u] : sum[u][t], w[u][0], b.x, b.y);
 #pragma unroll
                     for (int u = 0; u < UNITS; ++u)
-                        Mma<X>::m16n8k16(CHAINS == 2 ? more[u][t] : sum[u][t], w[u][1], b.z, b.w);
+                        Mma<X>::m16n8k16(SUMS ? part[u] : CHAINS == 2 ? more[u][t] : sum[u][t], w[u][1], b.z, b.w);
+#pragma unroll
+                    for (int u = 0; u < UNITS; ++u)
+                        if (SUMS) add_part(sum[u][t], part[u], codes[u], 2 * half);
                 }
             }
             __syncwarp(); // every lane has read the stage
@@ -51,13 +64,17 @@ template <class X_, int TOKENS_> struct MmaSync {
     }
 };
 
-TILE_ENTRY(bulk_mma_bfloat16_8, MmaSync, BF16, 8, BLOCKS_8)
-TILE_ENTRY(bulk_mma_bfloat16_16, MmaSync, BF16, 16, BLOCKS_16)
-TILE_ENTRY(bulk_mma_bfloat16_32, MmaSync, BF16, 32, BLOCKS_32)
-TILE_ENTRY(bulk_mma_float16_8, MmaSync, F16, 8, BLOCKS_8)
-TILE_ENTRY(bulk_mma_float16_16, MmaSync, F16, 16, BLOCKS_16)
-TILE_ENTRY(bulk_mma_float16_32, MmaSync, F16, 32, BLOCKS_32)
+TILE_ENTRY(bulk_mma_bfloat16_8, MmaSync, BF16, 8)
+TILE_ENTRY(bulk_mma_bfloat16_16, MmaSync, BF16, 16)
+TILE_ENTRY(bulk_mma_bfloat16_32, MmaSync, BF16, 32)
+TILE_ENTRY(bulk_mma_float16_8, MmaSync, F16, 8)
+TILE_ENTRY(bulk_mma_float16_16, MmaSync, F16, 16)
+TILE_ENTRY(bulk_mma_float16_32, MmaSync, F16, 32)
 #if __CUDA_ARCH__ < 1200 // from there on shared memory has no room for the sums of 64 tokens
-TILE_ENTRY(bulk_mma_bfloat16_64, MmaSync, BF16, 64, BLOCKS_64)
-TILE_ENTRY(bulk_mma_float16_64, MmaSync, F16, 64, BLOCKS_64)
+#if !SUMS_BFLOAT16
+TILE_ENTRY(bulk_mma_bfloat16_64, MmaSync, BF16, 64)
+#endif
+#if !SUMS_FLOAT16
+TILE_ENTRY(bulk_mma_float16_64, MmaSync, F16, 64)
+#endif
 #endif

@@ -60,15 +60,16 @@ __device__ __forceinline__ uint16_t float_to_bf16(float v) {
 #endif
 }
 
-// Such a pair -> two bfloat16.
-template <int PAIR> __device__ __forceinline__ uint32_t e4m3_to_bf16x2(uint32_t codes) {
+// Such a pair -> two bfloat16; below sm_80 `by` is not looked at.
+template <int PAIR> __device__ __forceinline__ uint32_t e4m3_to_bf16x2(uint32_t codes, uint32_t by = 0x7b807b80u) {
     uint32_t pair;
 #if __CUDA_ARCH__ >= 800
-    // As for float16 with eight exponent bits: 2^-120 of the value, put right by an exact product; the addend is -0.
+    // As for float16 with eight exponent bits: 2^-120 of the value, put right by an exact product with `by`, which may
+    // have a power of two more; the addend is -0.
     // Also where the hardware converts to float16: from there to bfloat16 takes more operations, some at half rate.
     const uint32_t high = e4m3_high<PAIR>(codes);
     const uint32_t small = (high & 0x80008000u) | (high >> 4 & 0x07f007f0u);
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(small), "r"(0x7b807b80u), "r"(0x80008000u));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(small), "r"(by), "r"(0x80008000u));
 #else
     const float2 v = f16x2_to_float2(e4m3_to_f16x2<PAIR>(codes));
     pair = __float_as_uint(v.x) >> 16 | (__float_as_uint(v.y) & 0xffff0000u);

@@ -25,10 +25,11 @@ template <class X, int TOKENS> __device__ __forceinline__ void gemv(const Linear
     const int token = first_token(a, TOKENS);
     const uint8_t *tiles = tile(a, blockIdx.x, 0) + lane * 16;
     const int64_t step_bytes = tile(a, blockIdx.x, 1) - tile(a, blockIdx.x, 0);
-    uint4 codes[AHEAD][2]; // of this warp's next steps, on their way
-    const auto load = [&](uint4(&to)[2], int step) {
-        const uint8_t *from = tiles + min(step, a.steps - 1) * step_bytes;
-        to[0] = load_weights(from), to[1] = load_weights(from + TILE_BYTES / 2);
+    Codes codes[AHEAD]; // of this warp's next steps, on their way
+    const auto load = [&](Codes &to, int step) {
+        const int some = min(step, a.steps - 1);
+        to = Codes::ask(tiles + some * step_bytes, lane);
+        if (FORMAT == FP8_BLOCK) to.block_scale = block_scale(a, blockIdx.x, some);
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load(codes[i], warp + i * WARPS);
@@ -67,15 +68,17 @@ template <class X, int TOKENS> __device__ __forceinline__ void gemv(const Linear
                     for (int i = 0; i < 4; ++i)
 #pragma unroll
                         for (int r = 0; r < 2; ++r) {
-                            const uint32_t four_codes = word(codes[ahead][r], i);
-                            const float2 lo = e4m3_to_float2<0>(four_codes), hi = e4m3_to_float2<1>(four_codes);
+                            const float4 w = codes[ahead].values(r, i);
 #pragma unroll
                             for (int t = 0; t < TOKENS; ++t) {
                                 const float4 v = x[t].four(i);
-                                sum[t][r] = fmaf(lo.x, v.x, sum[t][r]);
-                                sum[t][r] = fmaf(lo.y, v.y, sum[t][r]);
-                                sum[t][r] = fmaf(hi.x, v.z, sum[t][r]);
-                                sum[t][r] = fmaf(hi.y, v.w, sum[t][r]);
+                                float part = 0.0f;
+                                float &to = FORMAT == FP8 ? sum[t][r] : part;
+                                to = fmaf(w.x, v.x, to);
+                                to = fmaf(w.y, v.y, to);
+                                to = fmaf(w.z, v.z, to);
+                                to = fmaf(w.w, v.w, to);
+                                if (FORMAT != FP8) sum[t][r] = fmaf(codes[ahead].scale(r, i), part, sum[t][r]);
                             }
                         }
                     load(codes[ahead], base + step + AHEAD * WARPS);
@@ -104,7 +107,7 @@ template <class X, int TOKENS> __device__ __forceinline__ void gemv(const Linear
 }
 
 #define ENTRY(name, X, TOKENS)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, TOKENS == 1 ? 2 : 1)                                      \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, TOKENS == 1 && LANE_SCALES == 0 ? 2 : 1)                  \
         name(const __grid_constant__ LinearArgs a) {                                                                   \
         gemv<X, TOKENS>(a);                                                                                            \
     }

@@ -1,16 +1,16 @@
-// What all kernels of y = x @ w.T share: the argument block, the layout of the codes, the epilogue.
+// What all kernels of y = x @ w.T share: the argument block, the order of tiles, the epilogue.
 // y[m, n] = round(fmaf(scale[n], sum_k x[m, k] * code[n, k], bias[n])); x [m, k] and y [m, n] with rows x_stride and
-// y_stride elements apart, y of the dtype that `out` names; scale [n] and bias [n] (or null) float32. Rounding: one, to
+// y_stride elements apart, y of the dtype that `out` names; scale [n] and bias [n] (or null) float32. With scales for
+// blocks along k each code is multiplied with its own, and scale[n] is the global scale (NVFP4) or 1. Rounding: one, to
 // y's dtype, ties to even; float16 overflows to Inf. The host packs the block from kernels.LINEAR_ARGS; ARGS_BYTES ties
 // the two sides.
-// Source of the layout: the A fragment of mma.sync.m16n8k16, PTX ISA.
 #pragma once
-#include "memory.cuh"
+#include "weights.cuh"
 
 struct LinearArgs {
     const void *x;
     const uint8_t *codes;
-    const float *scale;
+    const float *scale; // [n]; of 128 x 128 blocks [ceil(n / 128)][ceil(k / 128)]; of MX none
     const float *bias;
     void *y;
     int64_t x_stride;
@@ -25,28 +25,8 @@ struct LinearArgs {
 };
 static_assert(sizeof(LinearArgs) == LINEAR_ARGS_BYTES, "LinearArgs and kernels.LINEAR_ARGS must agree");
 
-// The layout of the codes (kernels.pack): tiles of 16 channels (a unit) and 64 of k (a step), 1 KiB each. The units of
-// a panel stand together: their tiles of step 0, of step 1, ... A tile is what a warp needs for four mma: lane l finds
-// in bytes 16 * l .. of the first half channel l / 4, of the second half channel l / 4 + 8; byte 4 * j + 2 * e + h
-// there is k = 16 * j + 8 * h + 2 * (l % 4) + e. Past n and k: zeros.
-constexpr int UNIT = 16, STEP = 64, TILE_BYTES = UNIT * STEP;
-
-// What a lane needs of a tile in shared memory: codes of two channels. `lane`: the tile's first byte + 16 * lane.
-struct Codes {
-    uint4 low = {}, high = {};
-
-    Codes() = default;
-    __device__ __forceinline__ explicit Codes(const uint8_t *lane)
-        : low(*reinterpret_cast<const uint4 *>(lane)), high(*reinterpret_cast<const uint4 *>(lane + TILE_BYTES / 2)) {}
-
-    // A of product j along k.
-    template <class X> __device__ __forceinline__ uint4 operand(int j) const {
-        const uint32_t lo = word(low, j), hi = word(high, j);
-        return make_uint4(X::template from_codes<0>(lo), X::template from_codes<0>(hi), X::template from_codes<1>(lo),
-                          X::template from_codes<1>(hi));
-    }
-};
-
+// The layout of the codes (kernels.pack): tiles of weights.cuh. The units of a panel stand together: their tiles of step
+// 0, of step 1, ... Past n and k: zeros.
 __device__ __forceinline__ int unit_count(const LinearArgs &a) { return (a.n + UNIT - 1) / UNIT; }
 
 // Where a panel's codes begin.
@@ -58,6 +38,11 @@ __device__ __forceinline__ const uint8_t *tile(const LinearArgs &a, int unit, in
     const int narrow = a.wider * (a.panel + 1); // the first unit of the narrower panels
     const int width = a.panel + (unit < narrow), within = (unit < narrow ? unit : unit - narrow) % width;
     return panel_codes(a, unit - within) + (int64_t(step) * width + within) * TILE_BYTES;
+}
+
+// The scale of a unit's block of 128 x 128 at a step.
+__device__ __forceinline__ float block_scale(const LinearArgs &a, int unit, int step) {
+    return a.scale[unit / (128 / UNIT) * ((a.steps + 1) / 2) + step / 2];
 }
 
 // The first token of a block. Groups of tokens are counted along y, then z, for a grid's y ends at 65,535; a group past
@@ -83,7 +68,8 @@ struct Finish {
 
     Finish() = default;
     __device__ __forceinline__ Finish(const LinearArgs &a, int channel)
-        : scale(channel < a.n ? a.scale[channel] : 0.0f), bias(channel < a.n && a.bias ? a.bias[channel] : 0.0f) {}
+        : scale(channel < a.n ? (CHANNEL_SCALES ? a.scale[channel] : 1.0f) : 0.0f),
+          bias(channel < a.n && a.bias ? a.bias[channel] : 0.0f) {}
 
     __device__ __forceinline__ void store(const LinearArgs &a, int row, int channel, float sum) const {
         store_y(a.y, row * a.y_stride + channel, fmaf(scale, sum, bias), a.out);

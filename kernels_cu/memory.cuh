@@ -14,6 +14,13 @@ __device__ __forceinline__ uint4 load_weights(const uint8_t *p) {
     return v;
 }
 
+// The same for 4 bytes.
+__device__ __forceinline__ uint32_t load_scales(const uint8_t *p) {
+    uint32_t v;
+    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
 // Returns when every kernel before this one in the stream is done and its writes can be seen.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900

@@ -8,7 +8,9 @@
 #include "linear.cuh"
 #include "mma.cuh"
 
-template <class X, int UNITS, int TOKEN_TILES> __device__ __forceinline__ void mma_sync(const LinearArgs &a) {
+// SUMS: scales multiply sums.
+template <class X, int UNITS, int TOKEN_TILES, bool SUMS>
+__device__ __forceinline__ void mma_sync(const LinearArgs &a) {
     constexpr int TOKENS = 8 * TOKEN_TILES, CHUNK = WARPS * STEP;
     constexpr int PITCH = CHUNK + 8; // 16 bytes more: eight rows of a fragment lie in different banks
     constexpr int TILES = UNITS * TOKEN_TILES, PASS = TILES < 4 ? TILES : 4;
@@ -22,12 +24,13 @@ template <class X, int UNITS, int TOKEN_TILES> __device__ __forceinline__ void m
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int unit = blockIdx.x * UNITS, last = unit_count(a) - 1;
     const int token = first_token(a, TOKENS);
-    uint4 now[UNITS][2], next[UNITS][2];
-    const auto load = [&](uint4(&codes)[UNITS][2], int step) {
+    Codes now[UNITS], next[UNITS];
+    const auto load = [&](Codes(&codes)[UNITS], int step) {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) { // past n or k: any valid codes, their sums are dropped or meet zeros of x
-            const uint8_t *from = tile(a, min(unit + u, last), min(step, a.steps - 1)) + lane * 16;
-            codes[u][0] = load_weights(from), codes[u][1] = load_weights(from + TILE_BYTES / 2);
+            const int some_unit = min(unit + u, last), some_step = min(step, a.steps - 1);
+            codes[u] = Codes::ask(tile(a, some_unit, some_step) + lane * 16, lane);
+            if (FORMAT == FP8_BLOCK) codes[u].block_scale = block_scale(a, some_unit, some_step);
         }
     };
     load(now, warp);
@@ -50,13 +53,10 @@ template <class X, int UNITS, int TOKEN_TILES> __device__ __forceinline__ void m
 #pragma unroll
         for (int u = 0; u < UNITS; ++u)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const uint32_t lo = word(now[u][0], j), hi = word(now[u][1], j);
-                w[u][j] = make_uint4(X::template from_codes<0>(lo), X::template from_codes<0>(hi),
-                                     X::template from_codes<1>(lo), X::template from_codes<1>(hi));
-            }
+            for (int j = 0; j < 4; ++j) w[u][j] = now[u].template operand<X, SUMS>(j);
+        Codes scales[UNITS];
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) now[u][0] = next[u][0], now[u][1] = next[u][1];
+        for (int u = 0; u < UNITS; ++u) scales[u] = now[u], now[u] = next[u];
         load(next, base + warp + 2 * WARPS);
 #pragma unroll
         for (int t = 0; t < TOKEN_TILES; ++t)
@@ -66,8 +66,11 @@ template <class X, int UNITS, int TOKEN_TILES> __device__ __forceinline__ void m
                     ldmatrix_x4(smem_address(&shared.x[8 * t + lane % 8][warp * STEP + half * 32 + lane / 8 * 8]));
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u) {
-                    Mma<X>::m16n8k16(sum[u][t], w[u][2 * half], b.x, b.y);
-                    Mma<X>::m16n8k16(sum[u][t], w[u][2 * half + 1], b.z, b.w);
+                    float part[4] = {};
+                    auto &to = SUMS ? part : sum[u][t];
+                    Mma<X>::m16n8k16(to, w[u][2 * half], b.x, b.y);
+                    Mma<X>::m16n8k16(to, w[u][2 * half + 1], b.z, b.w);
+                    if (SUMS) add_part(sum[u][t], part, scales[u], 2 * half);
                 }
             }
     }
@@ -90,23 +93,26 @@ template <class X, int UNITS, int TOKEN_TILES> __device__ __forceinline__ void m
             float v = 0.0f;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) v += shared.sums[w][tile][2 * (c / 8) + t % 2][4 * (c % 8) + t / 2];
-            if (channel < a.n && row < a.m) Finish(a, channel).store(a, row, channel, v);
+            if (channel < a.n && row < a.m) Finish(a, channel).store(a, row, channel, SUMS ? v : v * SUM_FACTOR<X>);
         }
     }
 }
 
 // The number in the name is of tokens.
-#define ENTRIES(dtype, X)                                                                                              \
-    ENTRY(mma_sync_##dtype##_8, X, 1, 1)                                                                               \
-    ENTRY(mma_sync_##dtype##_16, X, 2, 2)                                                                              \
-    ENTRY(mma_sync_##dtype##_32, X, 2, 4)
-#define ENTRY(name, X, UNITS, TOKEN_TILES)                                                                             \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, TOKEN_TILES == 4 ? 1 : 2)                                 \
+#define ENTRIES(dtype, X, SUMS)                                                                                        \
+    ENTRY(mma_sync_##dtype##_8, X, 1, 1, SUMS)                                                                         \
+    ENTRY(mma_sync_##dtype##_16, X, 2, 2, SUMS)                                                                        \
+    ENTRY(mma_sync_##dtype##_32, X, 2, 4, SUMS)
+#define ENTRY(name, X, UNITS, TOKEN_TILES, SUMS)                                                                       \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, TOKEN_TILES == 4 || (SUMS && LANE_SCALES > 0) ? 1 : 2)    \
         name(const __grid_constant__ LinearArgs a) {                                                                   \
-        mma_sync<X, UNITS, TOKEN_TILES>(a);                                                                            \
+        mma_sync<X, UNITS, TOKEN_TILES, SUMS>(a);                                                                      \
     }
 
-ENTRIES(float16, F16)
+ENTRIES(float16, F16, SCALES_SUMS<F16>)
 #if __CUDA_ARCH__ >= 800
-ENTRIES(bfloat16, BF16)
+ENTRIES(bfloat16, BF16, SCALES_SUMS<BF16>)
+#if IS_MX // with scales that do not fold
+ENTRIES(bfloat16_wide, BF16, true)
+#endif
 #endif

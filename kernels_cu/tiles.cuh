@@ -5,7 +5,8 @@
 // has more than one block): groups of TOKENS within a band of BAND groups first, then along n, then bands.
 // Block: 8 warps that multiply, one that copies codes and one that copies x. The 8 are a.ways times as many as a tile
 // needs at UNITS units a warp: the ways take the stages in turn, and add up their sums.
-// Shared memory, dynamic: a.stages x {x [TOKENS][128 bytes], codes [units][1 KiB]}, the barriers; where several blocks or
+// Shared memory, dynamic: a.stages x {x [TOKENS][128 bytes], tiles [units]}, each from 1 KiB on, the barriers; where
+// several blocks or
 // ways share k their sums of this block's part of the units, [a.split * a.ways][8 * UNITS / (a.split * a.ways) units]
 // [TOKENS / 8][32 lanes] float4, after them or in the ring's place.
 // In x the 16-byte pieces of a row are exchanged: piece p of row r lies at p ^ (r % 8), as a tensor map with a swizzle of
@@ -28,10 +29,10 @@ static_assert(sizeof(TileArgs) == ARGS_BYTES, "TileArgs and kernels.TILE_ARGS mu
 
 constexpr int MATH_WARPS = 8, CODES_WARP = 8, X_WARP = 9, BAND = 4;
 
-// Sums of many tokens need more registers than three warps of a quarter multiprocessor share evenly: there two idle warps
-// come with those that copy, and the four give theirs away.
-template <int TOKENS> constexpr bool GIVES_REGISTERS = TOKENS > 128;
-template <int TOKENS> constexpr int THREADS = 32 * MATH_WARPS + (GIVES_REGISTERS<TOKENS> ? 128 : 64);
+// Sums of many tokens, and as many again of a part of k that has a scale, need more registers than three warps of a
+// quarter multiprocessor share evenly: there two idle warps come with those that copy, and the four give theirs away.
+template <class X, int TOKENS> constexpr bool GIVES_REGISTERS = TOKENS * (SCALES_SUMS<X> ? 2 : 1) > 128;
+template <class X, int TOKENS> constexpr int THREADS = 32 * MATH_WARPS + (GIVES_REGISTERS<X, TOKENS> ? 128 : 64);
 
 template <int TOKENS> struct Ring {
     static constexpr int X_BYTES = TOKENS * STEP * 2; // of a stage
@@ -43,7 +44,18 @@ template <int TOKENS> struct Ring {
     __device__ __forceinline__ uint8_t *x(int slot) const { return base + slot * stage_bytes; }
     __device__ __forceinline__ uint8_t *tile(int slot, int unit) const { return x(slot) + X_BYTES + unit * TILE_BYTES; }
     __device__ __forceinline__ Codes codes(int slot, int unit, int lane) const {
-        return Codes(tile(slot, unit) + lane * 16);
+        const uint8_t *codes = tile(slot, unit) + lane * 16;
+        return Codes(codes, codes + to_scales(lane));
+    }
+};
+
+// Scales of 128 x 128 blocks, for units and steps counted from a tile's first.
+struct BlockScales {
+    const LinearArgs &a;
+    int first_unit, first_step;
+
+    __device__ __forceinline__ float at(int unit, int step) const {
+        return block_scale(a, first_unit + unit, first_step + step);
     }
 };
 
@@ -69,12 +81,13 @@ template <int TOKENS> struct Tile {
 
 // A warp stores a fragment of C: channels `channel` .. + 15 of the tokens `token` .. + 7. `finish`: of the lane's
 // channels, channel + lane / 4 and that + 8.
+template <class X>
 __device__ __forceinline__ void store_fragment(const LinearArgs &a, int token, int channel, const float (&sum)[4],
                                                const Finish (&finish)[2]) {
     const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
     float v[4];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) v[r] = fmaf(finish[r / 2].scale, sum[r], finish[r / 2].bias);
+    for (int r = 0; r < 4; ++r) v[r] = fmaf(finish[r / 2].scale, sum[r] * SUM_FACTOR<X>, finish[r / 2].bias);
     if (a.out != OUT_F32 && channel + 16 <= a.n && (reinterpret_cast<uint64_t>(a.y) | a.y_stride * 2) % 4 == 0) {
         // Two tokens of a channel in a register become two channels of a token.
         uint16_t *y = static_cast<uint16_t *>(a.y) + (token + row) * a.y_stride + channel + pair;
@@ -95,9 +108,10 @@ __device__ __forceinline__ void store_fragment(const LinearArgs &a, int token, i
     }
 }
 
-// Product::add(sum, ring, unit, at, step, steps, ways): a warp adds up the sums of its UNITS units over every `ways`-th step
-// from `step` on, whose stage is `at`. It waits for each at `full` and arrives at `empty` when it has read it.
+// Product::add(sum, ring, unit, scales, at, step, steps, ways): a warp adds up the sums of its UNITS units over every
+// `ways`-th step from `step` on, whose stage is `at`. It waits for each at `full` and arrives at `empty` when it has read it.
 template <class Product> __device__ __forceinline__ void tiles(const TileArgs &args) {
+    using X = typename Product::X;
     constexpr int TOKENS = Product::TOKENS, UNITS = Product::UNITS, TOKEN_TILES = TOKENS / 8;
     constexpr int X_BYTES = Ring<TOKENS>::X_BYTES;
     extern __shared__ __align__(1024) uint8_t memory[];
@@ -113,7 +127,8 @@ template <class Product> __device__ __forceinline__ void tiles(const TileArgs &a
     const int steps = split > 1 ? int(int64_t(a.steps) * (rank + 1) / split) - first_step : a.steps;
     // Stages of a tile, a multiple of the ways: a step's way does not depend on the tiles before. The last may be empty.
     const int padded = (steps + ways - 1) & -ways;
-    Ring<TOKENS> ring{memory, X_BYTES + (args.tile + (args.wider > 0)) * TILE_BYTES, a.stages};
+    const int tile_bytes = (args.tile + (args.wider > 0)) * TILE_BYTES;
+    Ring<TOKENS> ring{memory, X_BYTES + (TILE_BYTES % 1024 ? (tile_bytes + 1023) & -1024 : tile_bytes), a.stages};
     ring.full = reinterpret_cast<uint64_t *>(memory + ring.stages * ring.stage_bytes);
     ring.empty = ring.full + ring.stages;
 
@@ -128,7 +143,7 @@ template <class Product> __device__ __forceinline__ void tiles(const TileArgs &a
 
     Place at;
     if (warp >= MATH_WARPS) {
-        if constexpr (GIVES_REGISTERS<TOKENS>) setmaxnreg_dec<40>();
+        if constexpr (GIVES_REGISTERS<X, TOKENS>) setmaxnreg_dec<40>();
         if (warp == CODES_WARP) {
             for (int index = first_tile; index < tile_count; index += gridDim.x) {
                 const Tile<TOKENS> tile(args, index);
@@ -180,7 +195,7 @@ template <class Product> __device__ __forceinline__ void tiles(const TileArgs &a
         return;
     }
 
-    if constexpr (GIVES_REGISTERS<TOKENS>) setmaxnreg_inc<232>();
+    if constexpr (GIVES_REGISTERS<X, TOKENS>) setmaxnreg_inc<232>();
     const int way = warp / groups, unit = warp % groups * UNITS; // within the tile
     at.slot = way;
     // Each block of a cluster adds up `own` of the units, in the order of the parts of k; several warps share a unit's
@@ -195,7 +210,7 @@ template <class Product> __device__ __forceinline__ void tiles(const TileArgs &a
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) real[u] = min(unit + u, tile.units - 1);
         float sum[UNITS][TOKEN_TILES][4] = {};
-        Product::add(sum, ring, real, at, way, steps, ways);
+        Product::add(sum, ring, real, BlockScales{a, tile.unit, first_step}, at, way, steps, ways);
         const Finish finish[2] = {Finish(a, my_channel + lane / 4), Finish(a, my_channel + lane / 4 + 8)};
         if (padded - ways + way >= steps && index + int(gridDim.x) < tile_count) { // an empty stage, then another tile
             mbarrier_wait(ring.full + at.slot, at.parity);
@@ -207,7 +222,7 @@ template <class Product> __device__ __forceinline__ void tiles(const TileArgs &a
             if (my_unit < tile.units)
 #pragma unroll
                 for (int t = 0; t < TOKEN_TILES; ++t)
-                    store_fragment(a, tile.token + 8 * t, my_channel, sum[0][t], finish);
+                    store_fragment<X>(a, tile.token + 8 * t, my_channel, sum[0][t], finish);
             continue;
         }
 
@@ -235,7 +250,7 @@ template <class Product> __device__ __forceinline__ void tiles(const TileArgs &a
                     const float4 v = sums[(part * pieces + warp % own * TOKEN_TILES + t) * 32];
                     total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
                 }
-                store_fragment(a, tile.token + 8 * t, my_channel, total, finish);
+                store_fragment<X>(a, tile.token + 8 * t, my_channel, total, finish);
             }
     }
 }
@@ -246,8 +261,9 @@ template <class Product> __device__ __forceinline__ void tiles(const TileArgs &a
 #else
 #define FITTING(blocks) blocks
 #endif
-#define TILE_ENTRY(name, Product, X, TOKENS, BLOCKS)                                                                   \
-    extern "C" __global__ void __launch_bounds__(THREADS<TOKENS>, FITTING(BLOCKS))                                     \
+#define TILE_ENTRY(name, Product, X, TOKENS)                                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS<X, TOKENS>,                                                   \
+                                                 FITTING(SCALES_SUMS<X> ? SUMS_BLOCKS_##TOKENS : BLOCKS_##TOKENS))     \
         name(const __grid_constant__ TileArgs a) {                                                                     \
         tiles<Product<X, TOKENS>>(a);                                                                                  \
     }

@@ -17,14 +17,17 @@ template <class X_, int TOKENS_> struct WarpGroups {
 
     // While the products of a step run, the codes of the next are converted and those of the one after it loaded.
     static __device__ __forceinline__ void add(float (&sums)[UNITS][TOKENS / 8][4], const Ring<TOKENS> &ring,
-                                               const int (&unit)[UNITS], Place &at, int step, int steps, int ways) {
-        constexpr bool TIGHT = TOKENS == 64; // registers: load when the operands before are free
+                                               const int (&unit)[UNITS], const BlockScales &scales, Place &at, int step,
+                                               int steps, int ways) {
+        constexpr bool SUMS = SCALES_SUMS<X>;
+        constexpr bool TIGHT = TOKENS == 64 || SUMS; // registers: load when the operands before are free
         if (step >= steps) return;
         float (&sum)[TOKENS / 8][4] = sums[0];
         const int lane = threadIdx.x % 32;
         const uint64_t x = wgmma_descriptor(smem_address(ring.base));
         mbarrier_wait(ring.full + at.slot, at.parity);
         Operands<X> now{ring.codes(at.slot, unit[0], lane)};
+        float part[TOKENS / 8][4]; // the sums of a step that have a scale of their own
         Place ahead = at;
         ahead.advance(ring.stages, ways);
         Codes loaded{};
@@ -38,9 +41,14 @@ template <class X_, int TOKENS_> struct WarpGroups {
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < STEP / 16; ++j)
-                Wgmma<X, TOKENS>::m64k16(sum, now.k16[j], x + (at.slot * ring.stage_bytes >> 4) + 2 * j);
+                if (SUMS && j == 0)
+                    Wgmma<X, TOKENS>::template m64k16<false>(part, now.k16[j], x + (at.slot * ring.stage_bytes >> 4));
+                else
+                    Wgmma<X, TOKENS>::m64k16(SUMS ? part : sum, now.k16[j],
+                                             x + (at.slot * ring.stage_bytes >> 4) + 2 * j);
             wgmma_commit();
             const Operands<X> converted{loaded};
+            const float scale = SUMS ? scales.at(unit[0], step) : 1.0f;
             ahead.advance(ring.stages, ways);
             if (!TIGHT && step + 2 * ways < steps) load();
             wgmma_wait();
@@ -48,17 +56,29 @@ template <class X_, int TOKENS_> struct WarpGroups {
             for (int j = 0; j < STEP / 16; ++j) wgmma_read(now.k16[j]);
             if (lane == 0) mbarrier_arrive(ring.empty + at.slot); // this warp has read the stage
             at.advance(ring.stages, ways);
+            if constexpr (SUMS) {
+#pragma unroll
+                for (int t = 0; t < TOKENS / 8; ++t)
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) sum[t][r] = fmaf(scale, part[t][r], sum[t][r]);
+            }
             now = converted;
             if (TIGHT && step + 2 * ways < steps) load();
         }
     }
 };
 
-TILE_ENTRY(wgmma_bfloat16_32, WarpGroups, BF16, 32, BLOCKS_32)
-TILE_ENTRY(wgmma_bfloat16_64, WarpGroups, BF16, 64, BLOCKS_64)
-TILE_ENTRY(wgmma_bfloat16_128, WarpGroups, BF16, 128, BLOCKS_128)
-TILE_ENTRY(wgmma_bfloat16_256, WarpGroups, BF16, 256, BLOCKS_256)
-TILE_ENTRY(wgmma_float16_32, WarpGroups, F16, 32, BLOCKS_32)
-TILE_ENTRY(wgmma_float16_64, WarpGroups, F16, 64, BLOCKS_64)
-TILE_ENTRY(wgmma_float16_128, WarpGroups, F16, 128, BLOCKS_128)
-TILE_ENTRY(wgmma_float16_256, WarpGroups, F16, 256, BLOCKS_256)
+TILE_ENTRY(wgmma_bfloat16_32, WarpGroups, BF16, 32)
+TILE_ENTRY(wgmma_bfloat16_64, WarpGroups, BF16, 64)
+TILE_ENTRY(wgmma_bfloat16_128, WarpGroups, BF16, 128)
+#if !SUMS_BFLOAT16
+TILE_ENTRY(wgmma_bfloat16_256, WarpGroups, BF16, 256)
+#endif
+#if !(IS_MX && SUMS_FLOAT16) // a step has two scales
+TILE_ENTRY(wgmma_float16_32, WarpGroups, F16, 32)
+TILE_ENTRY(wgmma_float16_64, WarpGroups, F16, 64)
+TILE_ENTRY(wgmma_float16_128, WarpGroups, F16, 128)
+#endif
+#if !SUMS_FLOAT16
+TILE_ENTRY(wgmma_float16_256, WarpGroups, F16, 256)
+#endif

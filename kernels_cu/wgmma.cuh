@@ -33,13 +33,23 @@ template <class X, int N> struct Wgmma;
 #define SUMS_8(i) SUMS_4(i), SUMS_4(i + 4)
 #define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
 
+#define MULTIPLY(compare, type, N, registers, a, b)                                                                    \
+    "{ .reg .pred add; setp." compare ".b32 add, 0, 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type  \
+    " {" registers "}, {" a "}, " b ", add, 1, 1, 0; }"
+
+// ADD: to what c holds; else c begins anew.
 #define WGMMA(X, type, N, registers, a, b, ...)                                                                        \
     template <> struct Wgmma<X, N> {                                                                                   \
+        template <bool ADD = true>                                                                                     \
         static __device__ __forceinline__ void m64k16(float (&c)[N / 8][4], const uint4 &w, uint64_t x) {              \
-            asm volatile("{ .reg .pred add; setp.eq.b32 add, 0, 0; wgmma.mma_async.sync.aligned.m64n" #N               \
-                         "k16.f32." type "." type " {" registers "}, {" a "}, " b ", add, 1, 1, 0; }"                  \
-                         : __VA_ARGS__                                                                                 \
-                         : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "l"(x));                                            \
+            if constexpr (ADD)                                                                                         \
+                asm volatile(MULTIPLY("eq", type, N, registers, a, b)                                                  \
+                             : __VA_ARGS__                                                                             \
+                             : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "l"(x));                                        \
+            else                                                                                                       \
+                asm volatile(MULTIPLY("ne", type, N, registers, a, b)                                                  \
+                             : __VA_ARGS__                                                                             \
+                             : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "l"(x));                                        \
         }                                                                                                              \
     };
 

@@ -23,6 +23,7 @@ from cufp8.kernels import (
     SCALED_FORMATS,
     TENSOR_MAP_BYTES,
     TILE_ARGS,
+    WEIGHTS,
     Kernel,
     Problem,
     ScaledProblem,
@@ -318,8 +319,13 @@ def check_launches(row: Kernel, arch: str, found: dict[str, Entry]) -> None:
     smem_bytes = SMEM_BYTES[arch]
     target = Target(arch, 100, smem_bytes, False)
     problems: list[Problem | ScaledProblem] = []
+    weight = row.weight or "fp8"
     for m, k in itertools.product((1, 4, 8, 16, 32, 64, 128, 256, 300, 4096), (8, 4096, 4097)):
-        problems += [Problem("FP8A16", (1, k), x, x, m, 2112, k, aligned16=k % 8 == 0) for x in FLOATS]
+        problems += [
+            Problem("scheme", (1, k), x, x, m, 2112, k, aligned16=k % 8 == 0, weight=weight, wide=wide)
+            for x in FLOATS
+            for wide in {False, WEIGHTS[weight].folds is not None}
+        ]
         problems += [
             ScaledProblem(*dtypes, "bfloat16", m, 4096, k, fast_accum=fast, aligned16=k == 4096)
             for dtypes in SCALED_FORMATS
@@ -347,18 +353,19 @@ def check_registers(name: str, entry: Entry) -> None:
     assert (more * (groups - 1) + fewer) * 128 <= entry.registers * entry.threads, name
 
 
-def check_instructions(row: str, arch: str, name: str, ptx: str) -> None:
+def check_instructions(row: Kernel, arch: str, name: str, ptx: str) -> None:
     """A linear kernel converts, multiplies and reads in the way that its arch asks for."""
+    kind, weight = row.source.removesuffix(".cu"), WEIGHTS[row.weight]
     if "_float16_" in name:  # bfloat16 takes whichever way is measured to be faster
-        assert ("e4m3x2" in ptx) == (ARCHS[arch].cc >= (8, 9)), name
-    assert ("mma.sync" in ptx) == (row in ("mma_sync", "async_mma", "bulk_mma")), name
-    assert ("wgmma.mma_async" in ptx) == (row == "wgmma"), name
-    assert ("cp.async.bulk.tensor" in ptx) == (ROWS[row].args is TILE_ARGS), name
+        assert ("e4m3x2" in ptx) == (ARCHS[arch].cc >= (8, 9) and weight.bits == 8), name
+    assert ("mma.sync" in ptx) == (kind in ("mma_sync", "async_mma", "bulk_mma")), name
+    assert ("wgmma.mma_async" in ptx) == (kind == "wgmma"), name
+    assert ("cp.async.bulk.tensor" in ptx) == (row.args is TILE_ARGS), name
     assert not re.search(r"\b(atom|red)\.", ptx), f"{name}: atomics"
     # Codes are asked for past L1. Nothing takes the read-only path: the compiler moves such loads
     # behind the wait for the kernel before, and x may still be written by that one.
     assert "ld.global.nc" not in ptx, name
-    assert "cp.async.ca" not in ptx, name
+    assert ("cp.async.ca" in ptx) == (kind == "async_mma" and weight.block > 0), name  # scales: less than 16 bytes
     assert "L1::no_allocate" in ptx or "cp.async.bulk" in ptx or "cp.async.cg" in ptx, name
 
 
@@ -434,7 +441,7 @@ def test_row_compiles_clean(row: str, arch: str, nvrtc, monkeypatch: pytest.Monk
         if kernel.takes is ScaledProblem:
             check_scaled(kernel, arch, name, entry.ptx)
         elif kernel.plan is not None:
-            check_instructions(row, arch, name, entry.ptx)
+            check_instructions(kernel, arch, name, entry.ptx)
             check_launch_order(arch, name, entry.ptx)
         check_registers(name, entry)
     check_launches(kernel, arch, found)

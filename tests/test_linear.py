@@ -556,7 +556,7 @@ ABLE: dict[str, Callable[[Problem], bool]] = {
     "mma_sync": lambda p: p.x_dtype != "float32",
     "cublas": lambda p: not p.captured,
 }
-LINEAR = tuple(row for row in KERNELS if row.linear)
+LINEAR = tuple(row for row in KERNELS if row.linear and row.weight == "fp8")  # others: test_block_linear.py
 ASYNC = tuple(kernels._ASYNC_SHAPES)  # tokens, units of a block of async_mma.cu; the most tokens last
 
 
