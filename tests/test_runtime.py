@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -935,6 +936,43 @@ def test_an_object_is_kept_until_the_last_of_its_graphs_is_gone(driver: ctypes.C
     driver.graph_is_gone()  # the second one
     runtime.keep_for_capture(0x77, None)
     assert list(runtime._kept.values()) == [kept]
+
+
+def test_a_workspace_is_that_of_a_stream_or_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[np.ndarray] = []
+    number = 0  # of the capture, 0: none
+
+    class Memory(np.ndarray):
+        data = property(lambda self: types.SimpleNamespace(ptr=self.ctypes.data))
+
+    def empty(size: int, dtype: str) -> np.ndarray:
+        made.append(np.full(size, 0xFF, dtype).view(Memory))
+        return made[-1]
+
+    kept: list[Any] = []
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(empty=empty))
+    monkeypatch.setattr(runtime, "_workspaces", {})
+    monkeypatch.setattr(runtime, "capturing", lambda ptr: number > 0)
+    monkeypatch.setattr(runtime, "_captured_graph", lambda ptr: (number, None))
+    monkeypatch.setattr(runtime, "keep_for_capture", lambda ptr, memory: number and kept.append(memory))
+    monkeypatch.setattr(runtime, "stream", lambda ptr: contextlib.nullcontext())
+    monkeypatch.setattr(runtime, "_allocations_allowed", contextlib.nullcontext)
+    size = runtime.FLAG_BYTES + 1000
+    first = runtime.workspace(0, 0x10, size)
+    assert first == made[0].ctypes.data and not made[0][: runtime.FLAG_BYTES].any() and made[0][-1] == 0xFF
+    assert runtime.workspace(0, 0x10, size - 8) == first != runtime.workspace(0, 0x20, size)
+    assert runtime.workspace(1, 0x10, size) != first and len(made) == 3
+    for number in (7, 8):  # two graphs
+        mine = runtime.workspace(0, 0x10, size)
+        assert runtime.workspace(0, 0x10, size) == mine != first and kept[-1] is made[-1]
+        assert runtime.workspace(0, 0x20, size) != mine  # a branch of the graph
+    number = 0
+    assert runtime.workspace(0, 0x10, size) == first and len(made) == 7 and len(kept) == 4
+    larger = runtime.workspace(0, 0x10, 2 * size)
+    assert larger != first and runtime.workspace(0, 0x10, size) == larger
+    for ptr in range(1, 40):  # no stream keeps one for ever
+        runtime.workspace(0, ptr, size)
+    assert len(runtime._workspaces) == 16
 
 
 def test_capturing_is_asked_of_the_stream(driver: ctypes.CDLL) -> None:
