@@ -962,7 +962,8 @@ def test_a_workspace_is_that_of_a_stream_or_of_a_graph(monkeypatch: pytest.Monke
     assert first == made[0].ctypes.data and not made[0][: runtime.FLAG_BYTES].any() and made[0][-1] == 0xFF
     assert runtime.workspace(0, 0x10, size - 8) == first != runtime.workspace(0, 0x20, size)
     assert runtime.workspace(1, 0x10, size) != first and len(made) == 3
-    for number in (7, 8):  # two graphs
+    for graph in (7, 8):
+        number = graph
         mine = runtime.workspace(0, 0x10, size)
         assert runtime.workspace(0, 0x10, size) == mine != first and kept[-1] is made[-1]
         assert runtime.workspace(0, 0x20, size) != mine  # a branch of the graph
