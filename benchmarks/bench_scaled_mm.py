@@ -1,4 +1,5 @@
-"""scaled_mm, FP8 by FP8: cufp8 against cuBLASLt through torch._scaled_mm, DeepGEMM, and F.linear in bfloat16.
+"""scaled_mm, FP8 by FP8: cufp8 against cuBLASLt through torch._scaled_mm, DeepGEMM, and F.linear in bfloat16; and
+layers of scheme FP8_DYNAMIC, which quantise x and then multiply, against FP8A16 and F.linear.
 
 Schemes: tensor-fast, one scale each and sums in the tensor cores' registers; row-fast, a scale per token and channel;
 row-full, the same with float32 sums every 128 of k. All get the same codes. DeepGEMM knows scales of blocks alone: it
@@ -18,6 +19,8 @@ import pytest
 import cufp8
 from cufp8 import kernels, runtime
 from cufp8.bench.linear import Weights, acceptable, on_cupy
+from cufp8.bench.linear import ours as ours_16bit
+from cufp8.bench.linear import torch_linear as linear_of_torch
 from cufp8.bench.measure import Contender, Measured, measure, normal, relative_l2, without_arrays
 from cufp8.bench.results import TORCH
 
@@ -32,6 +35,8 @@ MANY = [
 FEW_SHAPES, FEW_ROWS = [(14336, 4096), (4096, 14336), (7168, 16384), (28672, 8192)], [1, 16, 64, 128, 256, 512]
 PROBLEMS = MANY + [(m, n, k) for n, k in FEW_SHAPES for m in FEW_ROWS]
 SCHEMES = ["tensor-fast", "row-fast", "row-full"]
+LAYERS = [(1, 4096, 4096), (16, 4096, 4096), (1, 14336, 4096), (16, 14336, 4096), (64, 14336, 4096), (256, 14336, 4096)]
+LAYERS += [(1024, 8192, 8192), (4096, 8192, 8192)]
 QUICK = [MANY[0], (16, 14336, 4096), (256, 14336, 4096)]
 RIVAL = TORCH["bfloat16"]
 LARGEST_ERROR = 0.1  # sums of 13 bits behind the point: torch._scaled_mm's come to 0.065
@@ -195,6 +200,48 @@ def group(bench: Any, scheme: str, m: int, n: int, k: int) -> dict[str, Measured
     return measured
 
 
+def layer_group(bench: Any, m: int, n: int, k: int) -> dict[str, Measured | Exception]:
+    """Measure layers whose x is bfloat16. That of FP8_DYNAMIC is exact where it multiplies x as quantised."""
+    import cupy
+
+    weights, queue = bench.weights(n, k), bench.queue
+    both = queue.array(normal((2 * m, k), m, k), "bfloat16")
+    x, q = [both[:m], both[m:]], cufp8.quantize_activations(on_cupy(both))
+    exact = {
+        False: weights.product(on_cupy(both), weights.checked),
+        True: weights.product(cupy.asarray(values())[q.codes] * q.scale, weights.checked),
+    }
+
+    def dynamic(name: str, fast: bool) -> Contender:
+        layers = weights.kept(
+            (name, "layers"),
+            lambda: [
+                cufp8.Linear.from_quantized(weights.fresh(), scheme="FP8_DYNAMIC", fast_accum=fast)
+                for _ in range(weights.copies)
+            ],
+        )
+        buffers = [queue.empty((m, n), "bfloat16") for _ in range(2)]
+
+        def call(i: int) -> None:
+            layers[i % len(layers)](x[i % 2], out=buffers[i % 2])
+
+        return Contender(name, call, buffers, kernel=layers[0].kernels(m))
+
+    contenders = [dynamic("cufp8", False), dynamic("cufp8-fast", True), ours_16bit(queue, weights, x, "cufp8-fp8a16")]
+    if importlib.util.find_spec("torch") is not None:
+        contenders.append(linear_of_torch(weights, x, "bfloat16"))
+
+    def error(contender: Contender, outputs: list[Any]) -> float:
+        parts = [on_cupy(y)[:, weights.checked].astype(np.float64) for y in outputs]
+        of = exact[contender.name in ("cufp8", "cufp8-fast")]
+        return acceptable(contender, relative_l2(cupy.concatenate(parts), of), LARGEST_ERROR)
+
+    measured = measure(queue, contenders, error, bench.memory.hold)
+    ran = {name: result for name, result in measured.items() if isinstance(result, Measured)}
+    bench.write("scaled_mm", [bench.row(name, r, scheme="FP8_DYNAMIC", m=m, n=n, k=k) for name, r in ran.items()])
+    return measured
+
+
 ENTRIES = [
     pytest.param(
         scheme, m, n, k, name,
@@ -212,3 +259,10 @@ ENTRIES = [
 def test_scaled_mm(bench: Any, replay: Any, scheme: str, m: int, n: int, k: int, contender: str) -> None:
     measured = bench.once((scheme, m, n, k), lambda: group(bench, scheme, m, n, k))
     replay(f"scaled_mm {scheme} {n} x {k}, M = {m}", measured[contender])
+
+
+@pytest.mark.parametrize("contender", ["cufp8", "cufp8-fast", "cufp8-fp8a16", RIVAL])
+@pytest.mark.parametrize(("m", "n", "k"), LAYERS, ids=lambda size: str(size))
+def test_scaled_layer(bench: Any, replay: Any, m: int, n: int, k: int, contender: str) -> None:
+    measured = bench.once(("FP8_DYNAMIC", m, n, k), lambda: layer_group(bench, m, n, k))
+    replay(f"FP8_DYNAMIC layer {n} x {k}, M = {m}", measured[contender])

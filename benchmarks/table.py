@@ -250,9 +250,93 @@ def load_times(data: Results) -> list[str]:
     return [text, "", *layout(["", "GB/s", "of the pinned copy", "MiB"], lines)]
 
 
+# Schemes of scaled_mm, as bench_scaled_mm.py names them -> what they are.
+SCHEMES = {
+    "tensor-fast": "a scale a tensor, fast_accum",
+    "row-fast": "a scale a row, fast_accum",
+    "row-full": "a scale a row, float32 every 128",
+}
+MANY_ROWS = 1024  # of tokens, from which on arithmetic decides
+
+
+def scaled_mm(data: Results) -> list[str]:
+    """Many tokens: TFLOP/s by scheme. Few: us by M. And layers, which quantise x too."""
+    problems: dict[tuple[int, int, int], dict[str, dict[str, Row]]] = {}
+    for group in groups(data["rows"]):
+        row = next(iter(group.values()))
+        problems.setdefault((row["n"], row["k"], row["m"]), {})[row["scheme"]] = group
+    text = []
+    many = {of: found for of, found in problems.items() if of[2] >= MANY_ROWS and SCHEMES.keys() & found}
+    if many:
+        lines = []
+        for (n, k, m), found in many.items():
+            line = [f"{m} x {n} x {k}"]
+            for scheme in SCHEMES:
+                group = found.get(scheme, {})
+                if OURS not in group:
+                    line += ["", ""]
+                    continue
+                row = group[OURS]
+                rivals = [r["time_us"] for name, r in group.items() if name.startswith(("cublaslt", "deepgemm"))]
+                ratio = f"{min(rivals) / row['time_us']:.2f}x" if rivals else ""
+                line += [f"{2e-6 * m * n * k / row['time_us']:,.0f}", ratio]
+            lines.append(line)
+        heading = ["M x N x K", *(part for what in SCHEMES.values() for part in (what, "cuBLASLt"))]
+        text += [
+            "`scaled_mm`, e4m3fn by e4m3fn to bf16, TFLOP/s, and how many times as fast as cuBLASLt's kernel for",
+            "",
+        ]
+        text[-2] += " the same (`torch._scaled_mm`) that is:"
+        text += layout(heading, lines)
+    few = {of: found["row-fast"] for of, found in problems.items() if of[2] < MANY_ROWS and "row-fast" in found}
+    if few:
+        columns = sorted({m for *_, m in few})
+        lines = []
+        for n, k in dict.fromkeys(of[:2] for of in few):
+            line = [f"{n} x {k}"]
+            for m in columns:
+                group, all_modes = few.get((n, k, m), {}), problems.get((n, k, m), {})
+                if OURS not in group:
+                    line.append("")
+                    continue
+                rivals = [
+                    row["time_us"]
+                    for scheme in SCHEMES
+                    for name, row in all_modes.get(scheme, {}).items()
+                    if name.startswith("cublaslt")
+                ]
+                time_us = group[OURS]["time_us"]
+                line.append(microseconds(time_us) + (f" ({min(rivals) / time_us:.2f}x)" if rivals else ""))
+            lines.append(line)
+        text += [""] * bool(text) + [
+            "The same for fewer tokens, a scale a row, fast_accum: µs, and how many times as fast as the fastest of "
+            "cuBLASLt's modes, also that with one scale a tensor:",
+            "",
+        ]
+        text += layout(["N x K", *(f"M = {m}" for m in columns)], lines)
+    layers = {of: found["FP8_DYNAMIC"] for of, found in problems.items() if OURS in found.get("FP8_DYNAMIC", {})}
+    if layers:
+        names = {
+            "cufp8": "FP8_DYNAMIC",
+            "cufp8-fast": "the same, fast_accum",
+            "cufp8-fp8a16": "FP8A16",
+            RIVAL: "`F.linear`",
+        }
+        lines = []
+        for (n, k, m), group in layers.items():
+            times = [microseconds(group[name]["time_us"]) if name in group else "" for name in names]
+            best = min(group[name]["time_us"] for name in ("cufp8", "cufp8-fast") if name in group)
+            times.append(f"{group[RIVAL]['time_us'] / best:.2f}x" if RIVAL in group else "")
+            lines.append([f"{n} x {k}", str(m), *times])
+        text += [""] * bool(text) + ["Layers of bf16 x, µs; FP8_DYNAMIC quantises x in a kernel of its own before:", ""]
+        text += layout(["N x K", "M", *names.values(), "faster"], lines)
+    return text
+
+
 SECTIONS: dict[str, Callable[[Results], list[str]]] = {
     "linear": linear,
     "decode_step": decode_step,
+    "scaled_mm": scaled_mm,
     "host": host,
     "quantize": quantize,
     "load": load_times,

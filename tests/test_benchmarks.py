@@ -244,6 +244,17 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
             _row("cufp8-open", 1500.0, **bare, note={**loaded, "what": "`cufp8.load(folder)`, a shard"}),
         ],
     }
+    sized = {"n": 1000, "k": 4000}
+    more["scaled_mm"] = [
+        _row("cufp8", 100.0, 1024, scheme="row-fast", **sized),
+        _row("cublaslt-row-fast", 90.0, 1024, scheme="row-fast", **sized),
+        _row("cufp8", 4.0, 1, scheme="row-fast", **sized),
+        _row("cublaslt-row-fast", 9.0, 1, scheme="row-fast", **sized),
+        _row("cublaslt-tensor-fast", 5.0, 1, scheme="tensor-fast", **sized),
+        _row("cufp8", 8.0, 16, scheme="FP8_DYNAMIC", **sized),
+        _row("cufp8-fast", 6.0, 16, scheme="FP8_DYNAMIC", **sized),
+        _row("torch-linear-bf16", 9.0, 16, scheme="FP8_DYNAMIC", **sized),
+    ]
     for bench, rows in more.items():
         one = {**data, "rows": rows}
         assert results.faults(one) == []
@@ -251,6 +262,9 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
     text = table.render(folder)
     for line in (
         "| `layer(x)` | 12.0 | 13.0 |",
+        "| 1024 x 1000 x 4000 |  |  | 82 | 0.90x |  |  |",
+        "| 1000 x 4000 | 4.00 (1.25x) |",  # of cuBLASLt's modes the fastest
+        "| 1000 x 4000 | 16 | 8.00 | 6.00 |  | 9.00 | 1.50x |",
         "| 1000 x 3996 | bfloat16 | 20.0 | 3.00 | 86 % |",
         "| 8 | **2.00** | 3.50 | 88 % | 4,000 |  | 3.50 | 1.75x |",
         "| `mma_sync` | 2.00 |",
