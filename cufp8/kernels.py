@@ -488,7 +488,9 @@ _HELD = {"bulk_mma": 1, "wgmma": 3}  # stages that a way waits for before it giv
 
 def _tiles(name: str, weight: Weight, x_dtype: str) -> dict[int, int]:
     """Tokens of a block -> blocks whose registers fit a multiprocessor."""
-    return (_SUMS_TILES if x_dtype in weight.scales_sums else _TILES)[name]
+    some = (_SUMS_TILES if x_dtype in weight.scales_sums else _TILES)[name]
+    # Scales of blocks take the registers that bulk_mma.cu needs for the sums of 64 tokens.
+    return {t: b for t, b in some.items() if t <= 32} if name == "bulk_mma" and weight.name != "fp8" else some
 
 
 def _tile_threads(p: Problem, tokens: int) -> int:

@@ -202,6 +202,8 @@ class Linear:
         """Codes and scales on the current GPU, as the kernels read them."""
         import cupy
 
+        # The codes may come from any library's stream, and y follows on any: the layer is made between two waits.
+        cupy.cuda.runtime.deviceSynchronize()
         self._kind, self._wide = _kind(q), _scales_are_wide(q)
         self._panels = kernels.panels_split(*self.shape, self._target.sms)[0]
         self._form = {"dtype": q.dtype, "scale_dtype": q.scale_dtype, "block": q.block}
@@ -211,7 +213,7 @@ class Linear:
         elif self._kind.block:
             self._scale = None
         else:
-            self._form["scale"] = cupy.array(q.scale, order="C")
+            self._form["scale"] = cupy.ascontiguousarray(q.scale)
             self._scale = self._form["scale"]
             if q.scale_dtype != "float32":
                 self._scale = cupy.asarray(FORMATS[q.scale_dtype].table)[self._scale]
@@ -682,12 +684,9 @@ def _pack(q: QuantizedTensor, panels: int, device: int) -> Any:
 
     kind, (units, steps) = _kind(q), kernels.units_steps(*q.shape)
     packed = cupy.empty(units * steps * kind.tile_bytes, np.uint8)
-    # The codes may come from any library's stream, and y follows on any: the layer is made between two waits.
-    cupy.cuda.runtime.deviceSynchronize()
     for entry, a in (("pack", q.codes), ("pack_scales", q.scale))[: 2 if kind.block else 1]:
         rows = a if a.strides[1] == 1 or a.shape[1] == 1 else cupy.ascontiguousarray(a)
         _relayout(kind, entry, q.shape, panels, device, rows.data.ptr, 0, packed.data.ptr, rows.strides[0], 0)
-        cupy.cuda.get_current_stream().synchronize()  # a copy of the rows may go
     return packed
 
 

@@ -1,7 +1,7 @@
 // y[m, n] = round(fmaf(scale[n], sum_k x[m, k] * code[n, k], bias[n])) by mma.sync, m <= TOKENS; sm_80 and newer.
 // x bf16 or f16, rows on 16 bytes, k a multiple of 8; codes in the layout of linear.cuh. Codes are A, tokens B.
-// Grid ceil(units / UNITS); block: up to 16 warps, which share k by groups of GROUP steps. A lane copies the codes that it
-// and the scales that it multiplies into a ring of its own: no warp waits for another before its last step.
+// Grid ceil(units / UNITS); block: up to 16 warps, which share k by groups of GROUP steps. A lane copies the codes and the
+// scales that it multiplies into a ring of its own: no warp waits for another before its last step.
 // Shared memory, dynamic, a warp: codes [GROUP][UNITS][PIECES][32 lanes][16 bytes], after each unit's the scales [32
 // lanes][LANE_SCALES], and x of a group; in the end the warps' sums.
 #include "bulk.cuh"
@@ -49,6 +49,7 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
     constexpr int CHANNELS = UNITS * UNIT, UNIT_BYTES = CODE_BYTES + 32 * LANE_SCALES, STEP_BYTES = UNITS * UNIT_BYTES;
     constexpr int TILES = (TOKENS + 7) / 8, PER_LANE = TOKENS * X_PIECES / 32;
     constexpr bool SUMS = SCALES_SUMS<X>;
+    constexpr bool MOVES = FORMAT != FP8; // `from` goes on with the steps, where operations are dear
     constexpr int CHAINS = UNITS * TILES < 4 && !SUMS ? 2 : 1; // of products that wait for one another
     extern __shared__ __align__(128) uint8_t memory[];
 
@@ -63,27 +64,32 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
         const int unit = min(first_channel / UNIT + u, unit_count(a) - 1);
         from[u] = tile(a, unit, 0) + lane * 16;
         pitch[u] = tile(a, unit, 1) - tile(a, unit, 0);
+        if (MOVES) from[u] += warp * GROUP * pitch[u];
     }
     uint8_t *const ring = memory + warp * (GROUP * STEP_BYTES + Chunk<TOKENS>::BYTES) + lane * 16;
     const Chunk<TOKENS> chunk{ring - lane * 16 + GROUP * STEP_BYTES};
+    const uint8_t *const ring_scales = ring + CODE_BYTES - lane * (16 - LANE_SCALES); // each lane has its own
     const auto load = [&](int i, int group) {
         const int step = group * GROUP + i;
         if (step < a.steps)
 #pragma unroll
-            for (int h = 0; h < PIECES * UNITS; ++h) {
-                const uint32_t to = smem_address(ring) + i * STEP_BYTES + h / PIECES * UNIT_BYTES;
-                const uint8_t *tile = from[h / PIECES] + step * pitch[h / PIECES];
-                cp_async_16(to + h % PIECES * 512, tile + h % PIECES * 512);
+            for (int u = 0; u < UNITS; ++u) {
+                const uint32_t to = smem_address(ring) + i * STEP_BYTES + u * UNIT_BYTES;
+                const uint8_t *tile = MOVES ? from[u] : from[u] + step * pitch[u];
+#pragma unroll
+                for (int piece = 0; piece < PIECES; ++piece) cp_async_16(to + piece * 512, tile + piece * 512);
                 if constexpr (LANE_SCALES > 0)
-                    if (h % PIECES == 0)
-                        cp_async_few<LANE_SCALES>(to + CODE_BYTES - lane * (16 - LANE_SCALES), tile + to_scales(lane));
+                    cp_async_few<LANE_SCALES>(smem_address(ring_scales) + i * STEP_BYTES + u * UNIT_BYTES,
+                                              tile + to_scales(lane));
             }
         cp_async_commit();
-        if (FORMAT == FP8_BLOCK && i % 2)
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u)
+        for (int u = 0; u < UNITS; ++u) {
+            if (MOVES) from[u] += i + 1 < GROUP ? pitch[u] : pitch[u] * (GROUP * warps - GROUP + 1);
+            if (FORMAT == FP8_BLOCK && i % 2)
                 block[u][i / 2] =
                     block_scale(a, min(first_channel / UNIT + u, unit_count(a) - 1), min(step, a.steps - 1));
+        }
     };
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) load(i, warp);
@@ -122,8 +128,7 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
             cp_async_wait<GROUP - 1>(); // the oldest step of this lane is there
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
-                const uint8_t *at = ring + i * STEP_BYTES + u * UNIT_BYTES;
-                codes[u] = Codes(at, at + CODE_BYTES - lane * (16 - LANE_SCALES));
+                codes[u] = Codes(ring + i * STEP_BYTES + u * UNIT_BYTES, ring_scales + i * STEP_BYTES + u * UNIT_BYTES);
                 if (FORMAT == FP8_BLOCK) codes[u].block_scale = block[u][i / 2];
             }
             if (group * GROUP + i < a.steps)

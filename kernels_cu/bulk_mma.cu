@@ -6,6 +6,7 @@ template <class X_, int TOKENS_> struct MmaSync {
     static constexpr int TOKENS = TOKENS_, UNITS = 2, TOKEN_TILES = TOKENS / 8;
     static constexpr bool SUMS = SCALES_SUMS<X>;
     static constexpr int HALVES = TOKENS > (SUMS ? 8 : 16) ? 1 : 2; // of a step, side by side in the code: registers
+    static constexpr bool TURNS = FP4 && HALVES == 1;         // the second half's codes take the place of the first's
     static constexpr int CHAINS = TOKENS > 8 || SUMS ? 1 : 2; // of products, each of which waits for the one before
 
     static __device__ __forceinline__ void add(float (&sum)[UNITS][TOKEN_TILES][4], const Ring<TOKENS> &ring,
@@ -35,7 +36,7 @@ template <class X_, int TOKENS_> struct MmaSync {
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u)
 #pragma unroll
-                    for (int j = 0; j < 2; ++j) w[u][j] = codes[u].template operand<X>(2 * half + j);
+                    for (int j = 0; j < 2; ++j) w[u][j] = codes[u].template operand<X>(TURNS ? j : 2 * half + j);
 #pragma unroll
                 for (int t = 0; t < TOKEN_TILES; ++t) {
                     const uint4 b = ldmatrix_x4((x + t * 1024) ^ half * 64);
@@ -47,8 +48,11 @@ template <class X_, int TOKENS_> struct MmaSync {
                         Mma<X>::m16n8k16(SUMS ? part[u] : CHAINS == 2 ? more[u][t] : sum[u][t], w[u][1], b.z, b.w);
 #pragma unroll
                     for (int u = 0; u < UNITS; ++u)
-                        if (SUMS) add_part(sum[u][t], part[u], codes[u], 2 * half);
+                        if (SUMS) add_part(sum[u][t], part[u], codes[u], TURNS ? 0 : 2 * half);
                 }
+                if constexpr (TURNS)
+#pragma unroll
+                    for (int u = 0; u < UNITS; ++u) codes[u].turn();
             }
             __syncwarp(); // every lane has read the stage
             if (lane == 0) mbarrier_arrive(ring.empty + at.slot);
@@ -70,11 +74,8 @@ TILE_ENTRY(bulk_mma_bfloat16_32, MmaSync, BF16, 32)
 TILE_ENTRY(bulk_mma_float16_8, MmaSync, F16, 8)
 TILE_ENTRY(bulk_mma_float16_16, MmaSync, F16, 16)
 TILE_ENTRY(bulk_mma_float16_32, MmaSync, F16, 32)
-#if __CUDA_ARCH__ < 1200 // from there on shared memory has no room for the sums of 64 tokens
-#if !SUMS_BFLOAT16
+// From sm_120 on shared memory has no room for the sums of 64 tokens; scales of blocks take the registers that they need.
+#if __CUDA_ARCH__ < 1200 && !WEIGHT
 TILE_ENTRY(bulk_mma_bfloat16_64, MmaSync, BF16, 64)
-#endif
-#if !SUMS_FLOAT16
 TILE_ENTRY(bulk_mma_float16_64, MmaSync, F16, 64)
-#endif
 #endif

@@ -150,6 +150,12 @@ struct Codes {
         return 1.0f;
     }
 
+    // 4-bit codes: products 2 and 3 become 0 and 1.
+    __device__ __forceinline__ void turn() {
+        pieces[0].x = pieces[0].z, pieces[0].y = pieces[0].w;
+        scales[0] >>= MX ? 8 : 16, scales[1] >>= 16;
+    }
+
   private:
     // What the pairs of a channel's codes are multiplied with: the scale, and what their bits are too small by, but for
     // SUM_FACTOR.

@@ -56,12 +56,13 @@ template <class X_, int TOKENS_> struct WarpGroups {
             for (int j = 0; j < STEP / 16; ++j) wgmma_read(now.k16[j]);
             if (lane == 0) mbarrier_arrive(ring.empty + at.slot); // this warp has read the stage
             at.advance(ring.stages, ways);
-            if constexpr (SUMS) {
+            if constexpr (SUMS)
 #pragma unroll
-                for (int t = 0; t < TOKENS / 8; ++t)
+                for (int t = 0; t < TOKENS / 8; ++t) {
+                    wgmma_written(part[t]);
 #pragma unroll
                     for (int r = 0; r < 4; ++r) sum[t][r] = fmaf(scale, part[t][r], sum[t][r]);
-            }
+                }
             now = converted;
             if (TIGHT && step + 2 * ways < steps) load();
         }

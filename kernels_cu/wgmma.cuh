@@ -24,6 +24,11 @@ __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sy
 // The products read A until they are done: said after the wait, it keeps the compiler from writing there before.
 __device__ __forceinline__ void wgmma_read(uint4 &a) { asm volatile("" : "+r"(a.x), "+r"(a.y), "+r"(a.z), "+r"(a.w)); }
 
+// The products write C until they are done: said after the wait, it keeps the compiler from reading it before.
+__device__ __forceinline__ void wgmma_written(float (&c)[4]) {
+    asm volatile("" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]));
+}
+
 template <class X, int N> struct Wgmma;
 
 #define TEN(d) "%" #d "0, %" #d "1, %" #d "2, %" #d "3, %" #d "4, %" #d "5, %" #d "6, %" #d "7, %" #d "8, %" #d "9, "

@@ -241,7 +241,7 @@ def test_where_scales_begin_to_be_wide(kind: str, scale: int, wide: bool) -> Non
 
 # --- on the CPU: what serves which problem ------------------------------------------------------------------
 
-CHANNELS, LENGTHS = (1, 72, 1856, 4096, 8448), (8, 31, 144, 4096, 14_336)
+CHANNELS, LENGTHS = (1, 1000, 1856, 4096, 8448, 50_257), (8, 31, 144, 4096)
 TOKENS = (1, 2, 8, 9, 16, 17, 33, 64, 65, 129, 300, 300_000)
 
 
@@ -251,7 +251,7 @@ def problems(weight: Weight, x_dtype: str) -> Iterator[Problem]:
         for aligned16, invariant, wide in itertools.product(
             (True, False) if k * FLOATS[x_dtype].itemsize % 16 == 0 else (False,), (False, True), (False, True)
         ):
-            if not wide or weight.folds:
+            if (not wide or weight.folds) and (not invariant or n == 4096):
                 yield Problem(
                     "scheme", block, x_dtype, x_dtype, m, n, k, aligned16=aligned16, batch_invariant=invariant,
                     weight=weight.name, wide=wide,
@@ -297,6 +297,16 @@ def test_every_problem_has_a_row_and_every_entry_a_problem(arch: str, weight: We
         spare = {e for e in row.entries(ARCHS[arch]) if ARCHS[arch].wgmma and int(e.rsplit("_", 1)[1]) > 16}
         missing = set(row.entries(ARCHS[arch])) - seen[row.name]
         assert missing <= (spare if row_of(row) == "bulk_mma" else set()), f"never launched on {arch}: {missing}"
+
+
+@kinds
+def test_the_rows_of_a_layer(rng: np.random.Generator, kind: str) -> None:
+    layer = cufp8.Linear.from_quantized(drawn(rng, kind, 40, 70)[0], device="cpu")
+    name = {"NVFP4": "nvfp4", "MXFP4": "mxfp4", "MXFP8": "mxfp8"}.get(kind.removesuffix(" wide"), "fp8_block")
+    assert linear._kind(layer.weight) is WEIGHTS[name]
+    names = {row.name for row in layer._rows(layer.weight)}
+    assert names == {f"{row}_{name}" for row in ("gemv", "mma_sync", "async_mma", "bulk_mma", "wgmma")}
+    assert WEIGHTS[name].layout in kernels.ROWS
 
 
 def test_async_mma_has_the_tables_numbers() -> None:
