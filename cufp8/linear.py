@@ -107,6 +107,7 @@ class Linear:
         batch_invariant: bool = False,
         input_scale: Any = None,
         fast_accum: bool = False,
+        _ordered: bool = False,
     ) -> Linear:
         """A layer from codes and scales that exist already; parameters as for `Linear`.
 
@@ -137,7 +138,7 @@ class Linear:
             )
         layer = cls.__new__(cls, scheme=scheme)
         layer._set(scheme, out_dtype, pdl, batch_invariant, input_scale, fast_accum)
-        layer._take(q.to(_place(device, q.codes)), bias)
+        layer._take(q.to(_place(device, q.codes)), bias, _ordered)
         return layer
 
     @staticmethod
@@ -174,8 +175,11 @@ class Linear:
         if fast_accum:
             raise ValueError(f"Linear: fast_accum was set, and {self.scheme} has none; FP8_DYNAMIC and FP8 have.")
 
-    def _take(self, q: QuantizedTensor, bias: Any) -> None:
-        """The weight, where it is to stay, and the bias; on a GPU all kernels are loaded."""
+    def _take(self, q: QuantizedTensor, bias: Any, ordered: bool = False) -> None:
+        """The weight, where it is to stay, and the bias; on a GPU all kernels are loaded.
+
+        ordered: q was just made on CuPy's current stream, by `QuantizedTensor.to`, so that no other need be waited for.
+        """
         self.shape = q.shape
         self._n, self._k = q.shape
         bias = self._bias(bias)
@@ -189,9 +193,11 @@ class Linear:
         self._target = runtime.target(self._index)
         runtime.load(self._rows(q), self._index)
         with cupy.cuda.Device(self._index):
+            if not ordered:  # any library's stream may still write the codes, or read what lay where they go
+                cupy.cuda.runtime.deviceSynchronize()
             self._keep(q)
             self.bias = None if bias is None else cupy.asarray(bias)
-            cupy.cuda.runtime.deviceSynchronize()  # from here on no stream needs to wait for the weights
+            cupy.cuda.get_current_stream().synchronize()  # from here on no stream needs to wait for the weights
 
     def _rows(self, q: QuantizedTensor) -> list[kernels.Kernel]:
         """Rows of KERNELS that may serve the layer."""
@@ -650,8 +656,6 @@ def _pack(q: QuantizedTensor, panels: int, device: int) -> Any:
     codes = q.codes if q.codes.strides[1] == 1 or q.shape[1] == 1 else cupy.ascontiguousarray(q.codes)
     units, steps = kernels.units_steps(*q.shape)
     packed = cupy.empty(units * steps * kernels.UNIT * kernels.STEP, np.uint8)
-    # The codes may come from any library's stream, and y follows on any: the layer is made between two waits.
-    cupy.cuda.runtime.deviceSynchronize()
     _relayout("pack", q.shape, panels, device, codes.data.ptr, 0, packed.data.ptr, codes.strides[0], 0)
     return packed
 
@@ -682,6 +686,6 @@ def _relayout(
 
     units, steps = kernels.units_steps(*shape)
     launch = kernels.Launch(entry, (steps, min(units, 65535), 1), 64)
-    launcher = runtime.Launcher(runtime.row("layout"), launch, device)
+    launcher = runtime.launcher("layout", launch, device)
     stream = cupy.cuda.get_current_stream().ptr
     launcher(stream, x, codes, 0, 0, y, x_stride, y_stride, 0, *shape, steps, 0, *divmod(units, panels), 1, 0)
