@@ -108,6 +108,7 @@ class Linear:
         batch_invariant: bool = False,
         input_scale: Any = None,
         fast_accum: bool = False,
+        _ordered: bool = False,
     ) -> Linear:
         """A layer from codes and scales that exist already; parameters as for `Linear`.
 
@@ -138,7 +139,7 @@ class Linear:
             )
         layer = cls.__new__(cls, scheme=scheme)
         layer._set(scheme, out_dtype, pdl, batch_invariant, input_scale, fast_accum)
-        layer._take(q.to(_place(device, q.codes)), bias)
+        layer._take(q.to(_place(device, q.codes)), bias, _ordered)
         return layer
 
     @staticmethod
@@ -175,8 +176,11 @@ class Linear:
         if fast_accum:
             raise ValueError(f"Linear: fast_accum was set, and {self.scheme} has none; FP8_DYNAMIC and FP8 have.")
 
-    def _take(self, q: QuantizedTensor, bias: Any) -> None:
-        """The weight, where it is to stay, and the bias; on a GPU all kernels are loaded."""
+    def _take(self, q: QuantizedTensor, bias: Any, ordered: bool = False) -> None:
+        """The weight, where it is to stay, and the bias; on a GPU all kernels are loaded.
+
+        ordered: q was just made on CuPy's current stream, by `QuantizedTensor.to`, so that no other need be waited for.
+        """
         self.shape, self._nbytes = q.shape, q.nbytes
         self._n, self._k = q.shape
         bias = self._bias(bias)
@@ -190,9 +194,11 @@ class Linear:
         self._target = runtime.target(self._index)
         runtime.load(self._rows(q), self._index)
         with cupy.cuda.Device(self._index):
+            if not ordered:  # any library's stream may still write the codes, or read what lay where they go
+                cupy.cuda.runtime.deviceSynchronize()
             self._keep(q)
             self.bias = None if bias is None else cupy.asarray(bias)
-            cupy.cuda.runtime.deviceSynchronize()  # from here on no stream needs to wait for the weights
+            cupy.cuda.get_current_stream().synchronize()  # from here on no stream needs to wait for the weights
 
     def _rows(self, q: QuantizedTensor) -> list[kernels.Kernel]:
         """Rows of KERNELS that may serve the layer."""
@@ -722,6 +728,6 @@ def _relayout(
 
     units, steps = kernels.units_steps(*shape)
     launch = kernels.Launch(entry, (steps, min(units, 65535), 1), 64)
-    launcher = runtime.Launcher(runtime.row(kind.layout), launch, device)
+    launcher = runtime.launcher(kind.layout, launch, device)
     stream = cupy.cuda.get_current_stream().ptr
     launcher(stream, x, codes, 0, 0, y, x_stride, y_stride, 0, *shape, steps, 0, *divmod(units, panels), 1, 0)

@@ -192,7 +192,10 @@ class QuantizedTensor:
             return here if device == "cpu" else here.to(device)
         cupy, index = _gpu(device)
         with cupy.cuda.Device(index):
-            return self._moved(staging.to_gpu)
+            cupy.cuda.runtime.deviceSynchronize()  # any library's stream may still read what lay in CuPy's memory
+            moved = self._moved(staging.to_gpu)
+            cupy.cuda.get_current_stream().synchronize()  # and any may be the next to read it
+            return moved
 
     def _moved(self, move: Callable[[Any], Any]) -> QuantizedTensor:
         return QuantizedTensor(
@@ -517,7 +520,7 @@ def _with_status(
     entry: str, rows: int, device: int, stream: int, arrays: tuple[int, ...], strides: tuple[int, ...]
 ) -> Wrong:
     """Launch an entry of quantize.cu over `rows`; what it has found. The last of `strides` is k."""
-    launcher = runtime.Launcher(runtime.row("quantize"), kernels.Launch(entry, (rows, 1, 1), 256), device)
+    launcher = runtime.launcher("quantize", kernels.Launch(entry, (rows, 1, 1), 256), device)
     return _watched(strides[-1], stream, lambda status: launcher(stream, *arrays, status, *strides))
 
 
@@ -546,7 +549,7 @@ def _dequantize_gpu(q: QuantizedTensor, dtype: str) -> Any:
         codes, scale = cupy.ascontiguousarray(q.codes), cupy.ascontiguousarray(q.scale)
         out = cupy.empty((n, k), FLOATS.get(dtype, dtype))
         launch = kernels.Launch(f"dequantize_{dtype}", (n, 1, 1), 256)
-        launcher = runtime.Launcher(runtime.row("quantize"), launch, device)
+        launcher = runtime.launcher("quantize", launch, device)
         stream = cupy.cuda.get_current_stream().ptr
         launcher(stream, out.data.ptr, codes.data.ptr, scale.data.ptr, 0, k, 1, k, k)
     return out

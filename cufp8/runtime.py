@@ -475,6 +475,12 @@ class Launcher:
             _check(status, f"launching {self.launch.entry} on cuda:{self.device}")
 
 
+@lru_cache(256)
+def launcher(name: str, launch: Launch, device: int) -> Launcher:
+    """The `Launcher` of a row of KERNELS, made once: for kernels that many layers are made with."""
+    return Launcher(row(name), launch, device)
+
+
 class Product(Launcher):
     """A linear kernel over one weight, which `queue` gives its x and y.
 

@@ -81,7 +81,6 @@ class ScaledLinear(Linear):
         import cupy
 
         n, k = q.shape
-        cupy.cuda.runtime.deviceSynchronize()  # the codes may come from any library's stream
         self._codes = cupy.zeros((n, _pitch(k)), np.uint8)
         self._codes[:, :k] = q.codes
         self._scale = cupy.array(q.scale, order="C")

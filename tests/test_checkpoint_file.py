@@ -6,7 +6,6 @@ import builtins
 import io
 import json
 import math
-import mmap
 import os
 import struct
 import subprocess
@@ -235,25 +234,25 @@ def test_nothing_is_copied(tmp_path: Path) -> None:
 def test_only_headers_are_read_each_once_and_maps_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index(tmp_path, shards(tmp_path, count=5))
     opened: list[str] = []
-    mapped: list[int] = []
-    path_open, make = Path.open, mmap.mmap
+    mapped: list[str] = []
+    path_open, make = Path.open, file.Map.of
 
     def counted(self: Path, *args: Any, **kwargs: Any) -> Any:
         opened.append(self.name)
         return path_open(self, *args, **kwargs)
 
-    def counted_map(*args: Any, **kwargs: Any) -> mmap.mmap:
-        mapped.append(args[0])
-        return make(*args, **kwargs)
+    def counted_map(path: Path, stream: Any) -> file.Map:
+        mapped.append(path.name)
+        return make(path, stream)
 
     monkeypatch.setattr(Path, "open", counted)
-    monkeypatch.setattr(mmap, "mmap", counted_map)
+    monkeypatch.setattr(file.Map, "of", counted_map)
     monkeypatch.setattr(builtins, "open", None)
     files = file.open(tmp_path)
     assert sorted(opened) == sorted(path.name for path in tmp_path.iterdir()) and not mapped
     for tensor in files.values():
         assert tensor.array.tolist() == tensor.array.tolist()
-    assert len(mapped) == 5
+    assert len(mapped) == len(set(mapped)) == 5
 
 
 def test_views_outlive_close(tmp_path: Path) -> None:
@@ -278,6 +277,59 @@ def test_the_map_goes_with_the_last_view(tmp_path: Path) -> None:
     assert str(path) in Path("/proc/self/maps").read_text()
     del array
     assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_stays_open_as_long_as_its_map_and_no_longer(tmp_path: Path) -> None:
+    """Closed, dropped, or never mapped; and where an array was taken, with the last view of it."""
+    index(tmp_path, shards(tmp_path, count=3))
+    before = descriptors()
+    for close in (True, False):
+        files = file.open(tmp_path)
+        assert descriptors() == before
+        arrays = [tensor.array for tensor in files.values()]
+        assert descriptors() > before
+        if close:
+            files.close()
+        del files
+        assert descriptors() > before
+        kept = arrays.pop()[:1]
+        del arrays
+        assert descriptors() == before + 2  # the map's own, and the one to read by
+        del kept
+        assert descriptors() == before
+
+
+def test_a_map_is_read_into_an_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = written({"w": ("U8", [5000])})
+    path = put(tmp_path / "a.safetensors", content)
+    preadv = os.preadv
+    for most in (len(content), 700):  # a file system may give less at once
+        monkeypatch.setattr(os, "preadv", lambda fd, to, at, most=most: preadv(fd, [to[0][:most]], at))
+        with path.open("rb") as stream:
+            mapped = file.Map.of(path, stream)
+        for offset, size in ((0, 1), (1, len(content) - 1), (77, 3001), (len(content), 0)):
+            buffer = np.full(size, 0xEE, np.uint8)
+            mapped.read_into(buffer, offset)
+            assert buffer.tobytes() == content[offset : offset + size]
+
+
+@pytest.mark.parametrize("how", ["shorter", "unreadable"])
+def test_a_map_whose_file_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    path = put(tmp_path / "a.safetensors", written({"w": ("U8", [5000])}))
+    with path.open("rb") as stream:
+        mapped = file.Map.of(path, stream)
+    if how == "shorter":
+        os.truncate(path, 1000)
+        said = "the file ends at byte 1000, but 4000 bytes from byte 100 on were there"
+    else:
+        monkeypatch.setattr(os, "preadv", lambda *of: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        said = "byte 100 on: cannot be read: Input/output error"
+    with pytest.raises(CheckpointError, match=rf"a\.safetensors: {said}"):
+        mapped.read_into(np.empty(4000, np.uint8), 100)
 
 
 @pytest.mark.parametrize("how", ["shorter", "replaced", "gone"])

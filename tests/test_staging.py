@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,32 +19,36 @@ import numpy as np
 import pytest
 
 from cufp8 import staging
+from cufp8.checkpoint import CheckpointError, file
 from cufp8.staging import Staging
 
 
 class LateGpu:
     """As much of CuPy as staging uses. A copy happens when somebody waits for it, and not before.
 
-    So a buffer that is filled again too soon, or a result that is handed out too soon, shows in the values.
+    So a buffer that is filled again too soon, or a result for which CuPy's current stream does not wait, shows in the
+    values.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.queued: list[tuple[int, int, int]] = []
         self.done = 0
+        self.made: list[np.ndarray] = []
         self.copies: list[int] = []  # bytes of each
         self.plain = 0
         self.fail_at: int | None = None
         self.pinned: set[int] = set()
         self.pinned_bytes: list[int] = []
-        self.waited: list[Any] = []
+        self.events: dict[int, Event] = {}
         outer = self
 
         class Event:
             def __init__(self, **options: Any) -> None:
-                self.until = 0
+                self.until, self.ptr = 0, id(self)
+                outer.events[self.ptr] = self
 
-            def record(self, stream: Any = None) -> None:
+            def record(self) -> None:
                 with outer.lock:
                     self.until = len(outer.queued)
 
@@ -51,16 +60,19 @@ class LateGpu:
 
             def __init__(self, **options: Any) -> None:
                 assert options == {"non_blocking": True}
+                self.waits: list[Event] = []
 
             def record(self) -> Event:
                 event = Event()
                 event.record()
                 return event
 
-            def synchronize(self) -> None: ...
+            def synchronize(self) -> None:
+                outer.run(len(outer.queued))
 
             def wait_event(self, event: Event) -> None:
-                outer.waited.append(event)
+                outer.log.append("current" if self is outer.current else "staging")
+                self.waits.append(event)
 
         class Device:
             def __init__(self, index: int) -> None:
@@ -70,12 +82,16 @@ class LateGpu:
 
             def __exit__(self, *_: object) -> None: ...
 
-        current = Stream(non_blocking=True)
+        self.log: list[str] = []  # which stream was told to wait for the other, or sent a slice
+        self.current = Stream(non_blocking=True)
         attributes = lambda ptr: SimpleNamespace(type=int(ptr in self.pinned))  # noqa: E731
-        self.runtime = SimpleNamespace(memcpyAsync=self.copy, getDevice=lambda: 0, pointerGetAttributes=attributes)
+        self.runtime = SimpleNamespace(
+            memcpyAsync=self.copy, getDevice=lambda: 0, pointerGetAttributes=attributes,
+            eventRecord=self.record, eventSynchronize=lambda event: self.events[event].synchronize(),
+        )  # fmt: skip
         self.cuda = SimpleNamespace(
             Event=Event, Stream=Stream, Device=Device, runtime=self.runtime, alloc_pinned_memory=self.pin,
-            get_current_stream=lambda: current,
+            get_current_stream=lambda: self.current,
         )  # fmt: skip
 
     def pin(self, nbytes: int) -> bytearray:
@@ -88,8 +104,19 @@ class LateGpu:
             if len(self.copies) == self.fail_at:
                 self.fail_at = None
                 raise RuntimeError("the bus broke")
+            self.log.append("slice")
             self.copies.append(nbytes)
             self.queued.append((destination, source, nbytes))
+
+    def record(self, event: int, stream: int) -> None:
+        assert stream == 7
+        self.events[event].record()
+
+    def read(self, out: Any) -> np.ndarray:
+        """What a kernel on CuPy's current stream would see in an array."""
+        for event in self.current.waits:
+            event.synchronize()
+        return out.array
 
     def run(self, until: int) -> None:
         with self.lock:
@@ -99,6 +126,7 @@ class LateGpu:
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         array = np.full(shape, 0xEE, np.uint8) if dtype == np.uint8 else np.zeros(shape, dtype)
+        self.made.append(array)  # CuPy too gives memory away only to what follows on the stream
         return SimpleNamespace(array=array, data=SimpleNamespace(ptr=array.ctypes.data), set=self.set(array))
 
     def set(self, array: np.ndarray) -> Any:
@@ -113,6 +141,7 @@ class LateGpu:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateGpu]:
     made = LateGpu()
     monkeypatch.setitem(sys.modules, "cupy", made)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", made.cuda)
     monkeypatch.setattr(staging, "_made", {})
     yield made
     staging.release()
@@ -124,12 +153,15 @@ def test_every_byte_arrives_once(gpu: LateGpu, rng: np.random.Generator, threads
     s = Staging(0, threads=threads, slice_bytes=1000)
     for _ in range(3):
         a = rng.integers(0, 256, size, np.uint8)
-        np.testing.assert_array_equal(s.copy(a).array, a)
+        gpu.log.clear()
+        out, kept = s.copy(a), a.copy()
+        a[:] = 0  # it has been read
+        np.testing.assert_array_equal(gpu.read(out), kept)
+        assert gpu.log == ["staging", *["slice"] * -(-size // 1000), "current"]  # the first for what memory held before
     assert sum(gpu.copies) == 3 * size and max(gpu.copies) <= 1000 and len(gpu.copies) == 3 * -(-size // 1000)
     assert gpu.pinned_bytes == [2 * threads * 1000] == [s.nbytes]
     if threads == 1:
         assert len({source for _, source, _ in gpu.queued}) == min(2, len(gpu.copies)), "both buffers take turns"
-    assert len(gpu.waited) == 3  # for what the memory was used for before
     s.close()
 
 
@@ -138,8 +170,18 @@ def test_several_arrays_at_once(gpu: LateGpu, rng: np.random.Generator) -> None:
     arrays = [rng.integers(0, 256, (int(n), 7), np.uint8) for n in rng.integers(1, 3000, 24)]
     with ThreadPoolExecutor(4) as pool:
         for a, b in zip(arrays, pool.map(s.copy, arrays), strict=True):
-            np.testing.assert_array_equal(b.array, a)
+            np.testing.assert_array_equal(gpu.read(b), a)
     s.close()
+
+
+def test_slices_of_smaller_arrays_are_shorter(gpu: LateGpu) -> None:
+    """The bus waits until the first are full."""
+    for size, step in ((1 << 20, 512 << 10), (14336 * 4096, 2 << 20), (130_000_000, 4 << 20)):
+        s = Staging(0, threads=8)
+        s.copy(np.zeros(size, np.uint8))
+        assert sorted(gpu.copies)[1:] == [step] * (-(-size // step) - 1) and sum(gpu.copies) == size
+        gpu.copies.clear()
+        s.close()
 
 
 def test_addresses_that_no_dtype_has(gpu: LateGpu, rng: np.random.Generator) -> None:
@@ -147,7 +189,7 @@ def test_addresses_that_no_dtype_has(gpu: LateGpu, rng: np.random.Generator) -> 
     a = rng.integers(0, 256, 8001, np.uint8)[1:].view(np.float32).reshape(20, 100)
     a.flags.writeable = False
     s = Staging(0, threads=2, slice_bytes=1000)
-    b = s.copy(a).array
+    b = gpu.read(s.copy(a))
     assert b.dtype == np.float32 and b.shape == a.shape and b.tobytes() == a.tobytes()
     s.close()
 
@@ -160,7 +202,78 @@ def test_an_error_leaves_nothing_under_way(gpu: LateGpu, rng: np.random.Generato
         with pytest.raises(RuntimeError, match="the bus broke"):
             s.copy(a)
         assert gpu.done == len(gpu.queued), "a copy was on its way into memory that is free again"
-        np.testing.assert_array_equal(s.copy(a).array, a)
+        np.testing.assert_array_equal(gpu.read(s.copy(a)), a)
+    s.close()
+
+
+def in_a_file(folder: Path, a: np.ndarray) -> np.ndarray:
+    """The array as a view of a file's map, at an odd address."""
+    path = folder / "a.safetensors"
+    header = json.dumps({"a": {"dtype": "U8", "shape": list(a.shape), "data_offsets": [0, a.nbytes]}}).encode()
+    header += b" " * (len(header) % 2 == 0)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + a.tobytes())
+    with file.open(path) as files:
+        return files["a"].array
+
+
+def test_what_lies_in_a_file_is_read_from_it(
+    gpu: LateGpu, rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a part of it under another dtype; not what is like it, but lies elsewhere."""
+    a = rng.integers(0, 256, (90, 512), np.uint8)
+    mapped, from_memory, read = in_a_file(tmp_path, a), [], staging._read_memory
+    monkeypatch.setattr(staging, "_read_memory", lambda *of: from_memory.append(of[-1]) or read(*of))
+    s = Staging(0, threads=3, slice_bytes=1000)
+    for part in (mapped, mapped[7:80], mapped.view(np.float32)[1], mapped[5:9].reshape(2, -1).view(np.int8)):
+        assert gpu.read(s.copy(part)).tobytes() == part.tobytes() and not from_memory
+    np.testing.assert_array_equal(gpu.read(s.copy(mapped.copy())), a)
+    assert from_memory
+    s.close()
+
+
+def test_a_file_that_was_cut_short(gpu: LateGpu, rng: np.random.Generator, tmp_path: Path) -> None:
+    """To read the map would end the process."""
+    a = rng.integers(0, 256, 90_000, np.uint8)
+    mapped, s = in_a_file(tmp_path, a), Staging(0, threads=3, slice_bytes=1000)
+    os.truncate(tmp_path / "a.safetensors", 50_000)
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: the file ends at byte 50000, but 1000 bytes from byte"):
+        s.copy(mapped)
+    assert gpu.done == len(gpu.queued)
+    np.testing.assert_array_equal(gpu.read(s.copy(mapped[:40_000])), a[:40_000])
+    s.close()
+
+
+def test_an_idle_thread_keeps_no_file_open(gpu: LateGpu, tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    s, mapped = Staging(0, threads=2, slice_bytes=1000), in_a_file(tmp_path, np.zeros(9000, np.uint8))
+    threads = set(threading.enumerate())
+    for _ in range(3):
+        s.copy(mapped)
+    assert set(threading.enumerate()) == threads, "a copy starts no threads"
+    del mapped
+    for _ in range(200):  # the last thread may still be on its way back
+        if len(os.listdir("/proc/self/fd")) == before:
+            break
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) == before
+    s.close()
+
+
+def test_an_interrupt_waits_for_the_threads(gpu: LateGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that they write into is given back then."""
+    s, a, interrupted = Staging(0, threads=2, slice_bytes=100), np.ones(1000, np.uint8), []
+
+    class Queue(SimpleQueue):
+        def get(self) -> Any:
+            if not interrupted:
+                interrupted.append(True)
+                raise KeyboardInterrupt
+            return super().get()
+
+    monkeypatch.setattr(staging, "SimpleQueue", Queue)
+    with pytest.raises(KeyboardInterrupt):
+        s.copy(a)
+    assert sum(gpu.copies) == 1000 and gpu.current.waits[-1].until == len(gpu.queued)
     s.close()
 
 
@@ -173,7 +286,7 @@ def test_what_needs_no_buffers_makes_none(gpu: LateGpu) -> None:
     np.testing.assert_array_equal(staging.to_gpu(big).array, big)
     assert not gpu.pinned_bytes and not gpu.copies
     gpu.pinned.clear()
-    np.testing.assert_array_equal(staging.to_gpu(big).array, big)
+    np.testing.assert_array_equal(gpu.read(staging.to_gpu(big)), big)
     assert gpu.plain == 3 and sum(gpu.copies) == big.size
 
 
@@ -181,11 +294,12 @@ def test_buffers_are_made_once_and_released(gpu: LateGpu) -> None:
     a = np.ones(staging.LEAST_BYTES, np.uint8)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(staging.to_gpu, [a] * 8))
-    assert len(gpu.pinned_bytes) == 1 and gpu.pinned_bytes[0] <= 2 * staging.THREADS * staging.SLICE_BYTES < 64 << 20
+    most = 2 * staging.THREADS * staging.SLICE_BYTES
+    assert len(gpu.pinned_bytes) == 1 and gpu.pinned_bytes[0] <= most == 64 << 20  # as README says
     staging.release()
     staging.release()
     assert not [t for t in threading.enumerate() if t.name.startswith("cufp8-staging")]
-    np.testing.assert_array_equal(staging.to_gpu(a).array, a)
+    np.testing.assert_array_equal(gpu.read(staging.to_gpu(a)), a)
     assert len(gpu.pinned_bytes) == 2
 
 
@@ -203,6 +317,21 @@ def test_a_gpu_gets_every_byte(rng: np.random.Generator, size: int) -> None:
         np.testing.assert_array_equal(cupy.asnumpy(b), a)
         b.fill(0xEE)  # the second round may get this memory, while it is being filled
         del b
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_what_lies_in_a_file(rng: np.random.Generator, tmp_path: Path) -> None:
+    import cupy
+
+    a = rng.integers(0, 256, 77_777_777, np.uint8)
+    mapped = in_a_file(tmp_path, a)
+    for part in (mapped, mapped[1_234_567:5_000_000]):
+        with cupy.cuda.Stream(non_blocking=True):  # which waits for the copy
+            b = staging.to_gpu(part) ^ np.uint8(0x5A)
+            np.testing.assert_array_equal(cupy.asnumpy(b), part ^ 0x5A)
+    os.truncate(tmp_path / "a.safetensors", 50_000_000)
+    with pytest.raises(CheckpointError, match="the file ends at byte 50000000"):
+        staging.to_gpu(mapped)
 
 
 @pytest.mark.gpu

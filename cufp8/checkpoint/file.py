@@ -15,6 +15,7 @@ import re
 import reprlib
 import stat
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +112,38 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
+class Map(mmap.mmap):
+    """All bytes of a file, read-only; and the file, open as long as the map is there, to read much of it at once."""
+
+    @classmethod
+    def of(cls, file: Path, stream: BinaryIO) -> Map:
+        """The map of an open file of that path."""
+        made = cls(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        made._file, made._descriptor = file, os.dup(stream.fileno())
+        weakref.finalize(made, os.close, made._descriptor)
+        return made
+
+    def read_into(self, buffer: np.ndarray, offset: int) -> None:
+        """Fill an array of uint8 with what the file has from an offset on, without the GIL and without a page fault.
+
+        Raises
+        ------
+        CheckpointError
+            If the file ends before, for it was cut short while it was mapped, or cannot be read. Views of the map would
+            end the process with SIGBUS then.
+        """
+        done = 0
+        while done < buffer.size:
+            try:
+                count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
+            except OSError as error:
+                _fail(self._file, f"byte {offset + done} on: cannot be read: {_reason(error)}")
+            if not count:
+                what = f"{buffer.size} bytes from byte {offset} on were there when it was mapped"
+                _fail(self._file, f"the file ends at byte {offset + done}, but {what}; get it again, and open it again")
+            done += count
+
+
 class _Shard:
     """One file: its path, its state when the header was read, and its bytes once one of its tensors is asked for."""
 
@@ -135,7 +168,7 @@ class _Shard:
                     # The offsets were checked against the file of that time: with another one they may lie outside.
                     if self._identity(os.fstat(stream.fileno())) != self._state:
                         _fail(self.file, "the file has changed since its header was read; open it again", tensor)
-                    mapped = np.frombuffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+                    mapped = np.frombuffer(Map.of(self.file, stream), np.uint8)
             except (OSError, OverflowError) as error:
                 _fail(self.file, f"the file cannot be mapped: {_reason(error)}", tensor)
             self._bytes = mapped
@@ -182,7 +215,7 @@ class Stored:
         BF16 and the F8 types have ml_dtypes' dtypes (F8_E4M3 is float8_e4m3fn, F8_E8M0 float8_e8m0fnu), the others
         NumPy's. F4 is uint8 with the last dimension halved: two codes in a byte, the even column in the low nibble.
         The view stays valid after the `Files` it came from is closed. A file cut short while it is mapped ends the
-        process with SIGBUS, as every map does.
+        process with SIGBUS, as every map does, but for what goes to a GPU by `cufp8.staging`, which raises.
 
         Raises
         ------

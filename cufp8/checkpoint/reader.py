@@ -168,7 +168,7 @@ class Entry:
                 options["input_scale"] = self._input_scale(self.tensors[inputs])
         bias, device = self.bias, _place(self._device, _ON_HOST)
         weight = build(self.match, self.tensors, self.expert, device)
-        return Linear.from_quantized(weight, bias, device=device, **options)
+        return Linear.from_quantized(weight, bias, device=device, _ordered=True, **options)
 
     @staticmethod
     def _input_scale(stored: Stored) -> float:
