@@ -98,7 +98,9 @@ class Weight:
     name: str
     bits: int  # of a code
     block: int  # of k that a scale in the tile covers; 0: scales lie elsewhere
-    scales_sums: tuple[str, ...] = ()  # dtypes of x with which scales multiply sums, for they do not fold into codes
+    # Dtypes of x with which, on tensor cores, scales multiply sums of the stretch of k that they cover: folded into the
+    # codes they would be rounded.
+    scales_sums: tuple[str, ...] = ()
     folds: tuple[int, int] | None = None  # e8m0 codes, first and last, that fold where they may; None: all scales do
 
     @property

@@ -1,14 +1,13 @@
 // y[m, n] = round(fmaf(scale[n], sum_k x[m, k] * code[n, k], bias[n])) tile by tile, for a file that gives the products.
-// x bf16 or f16, rows on 16 bytes; codes in the layout of linear.cuh. Both arrive in a ring of stages of 64 along k:
-// codes of a tile of at most 8 units by bulk copies, x of TOKENS tokens by a tensor map, zeros past m and k.
+// x bf16 or f16, rows on 16 bytes; weights in the layout of linear.cuh. Both arrive in a ring of stages of 64 along k:
+// those of a tile of at most 8 units by bulk copies, x of TOKENS tokens by a tensor map, zeros past m and k.
 // Grid: clusters of a.split blocks that share k. A cluster takes tile after tile, gridDim.x / a.split apart (one, if it
 // has more than one block): groups of TOKENS within a band of BAND groups first, then along n, then bands.
 // Block: 8 warps that multiply, one that copies codes and one that copies x. The 8 are a.ways times as many as a tile
 // needs at UNITS units a warp: the ways take the stages in turn, and add up their sums.
-// Shared memory, dynamic: a.stages x {x [TOKENS][128 bytes], tiles [units]}, each from 1 KiB on, the barriers; where
-// several blocks or
-// ways share k their sums of this block's part of the units, [a.split * a.ways][8 * UNITS / (a.split * a.ways) units]
-// [TOKENS / 8][32 lanes] float4, after them or in the ring's place.
+// Shared memory, dynamic: a.stages x {x [TOKENS][128 bytes], tiles [units]}, each stage on a multiple of 1 KiB, the
+// barriers; where several blocks or ways share k their sums of this block's part of the units, [a.split * a.ways]
+// [8 * UNITS / (a.split * a.ways) units][TOKENS / 8][32 lanes] float4, after them or in the ring's place.
 // In x the 16-byte pieces of a row are exchanged: piece p of row r lies at p ^ (r % 8), as a tensor map with a swizzle of
 // 128 bytes leaves them. Sums are fragments of mma.cuh, 16 channels by 8 tokens.
 #pragma once

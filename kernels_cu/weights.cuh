@@ -6,8 +6,8 @@
 //   4-bit codes, 512 bytes: word j of lane l at 16 * l has the eight of product j, pairs of e = 0, 1 in the order
 //   first channel, second, first with h = 1, second with h = 1, in the bits that `e2m1_pair` takes them from.
 //   Scales, 4 (MX) or 8 (NVFP4) bytes for each r = 0 .. 7: those of channel r by k, then those of channel r + 8.
-// NVFP4 keeps the scale 2^E * 1.mmm as the byte (E + 9) * 8 + mmm + 1, 0 as ZERO_SCALE and -0 as one more. MX keeps e8m0 codes.
-// 128 x 128 blocks have their scales, float32, in an array of their own: LinearArgs::scale.
+// NVFP4 keeps the scale 2^E * 1.mmm as the byte (E + 9) * 8 + mmm + 1, 0 as ZERO_SCALE and -0 as one more. MX keeps e8m0
+// codes. 128 x 128 blocks have their scales, float32, in an array of their own: LinearArgs::scale.
 // Products are exact: a scale is folded into the values where their product is a number of x's dtype, else it multiplies
 // float32 sums of the stretch that it covers (SCALES_SUMS).
 // Sources: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3 and 5.4; PTX ISA, mma.sync.m16n8k16.
@@ -19,7 +19,8 @@ constexpr Format FORMAT = Format(WEIGHT);
 constexpr bool FP4 = FORMAT == MXFP4 || FORMAT == NVFP4, MX = IS_MX;
 constexpr bool CHANNEL_SCALES = FORMAT == FP8 || FORMAT == NVFP4; // the epilogue multiplies
 
-constexpr int UNIT = 16, STEP = 64, PIECES = FP4 ? 1 : 2;     // PIECES: of 16 bytes that a lane has of a tile's codes
+constexpr int UNIT = 16, STEP = 64;
+constexpr int PIECES = FP4 ? 1 : 2;                           // of 16 bytes that a lane has of a tile's codes
 constexpr int LANE_SCALES = FORMAT == NVFP4 ? 8 : MX ? 4 : 0; // bytes of scales that a lane needs of a tile
 constexpr int CODE_BYTES = PIECES * 512;
 static_assert(TILE_BYTES == CODE_BYTES + 8 * LANE_SCALES, "weights.cuh and kernels.WEIGHTS must agree");
@@ -29,7 +30,7 @@ constexpr uint32_t ZERO_SCALE = 209; // what it means for bfloat16 and float16 t
 template <class A, class B> constexpr bool same = false;
 template <class A> constexpr bool same<A, A> = true;
 
-// Whether scales multiply sums, where they are such as x's dtype and the format let them be (kernels.Weight).
+// Whether scales multiply sums in products of x on tensor cores (kernels.Weight.scales_sums).
 template <class X> constexpr bool SCALES_SUMS = same<X, BF16> ? SUMS_BFLOAT16 : same<X, F16> ? SUMS_FLOAT16 : true;
 
 // What sums are to be multiplied with: folded scales of NVFP4 are too small by as much.
