@@ -143,7 +143,7 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
                             auto &to = SUMS ? part[u][t] : sum[u][t][j % CHAINS];
                             Mma<X>::m16n8k16(to, w, j % 2 ? x.z : x.x, j % 2 ? x.w : x.y);
                             if constexpr (SUMS)
-                                if (j % 2) add_part(sum[u][t][0], to, codes[u], j);
+                                if (j % 2) add_part(sum[u][t][0], to, codes[u].scale(0, j), codes[u].scale(1, j));
                         }
                     }
             load(i, group + warps);

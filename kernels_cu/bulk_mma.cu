@@ -48,7 +48,10 @@ template <class X_, int TOKENS_> struct MmaSync {
                         Mma<X>::m16n8k16(SUMS ? part[u] : CHAINS == 2 ? more[u][t] : sum[u][t], w[u][1], b.z, b.w);
 #pragma unroll
                     for (int u = 0; u < UNITS; ++u)
-                        if (SUMS) add_part(sum[u][t], part[u], codes[u], TURNS ? 0 : 2 * half);
+                        if (SUMS) {
+                            const int j = TURNS ? 0 : 2 * half;
+                            add_part(sum[u][t], part[u], codes[u].scale(0, j), codes[u].scale(1, j));
+                        }
                 }
                 if constexpr (TURNS)
 #pragma unroll

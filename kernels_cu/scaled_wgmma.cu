@@ -57,11 +57,13 @@ struct Pieces {
                                           const float (&scale_a)[2]) {
         constexpr int SIZE = OUT == SCALED_F32 ? 4 : 2;
         uint8_t *piece = memory + count++ % 2 * PIECE_BYTES; // what it held was read before the other one was written
+        float4 two[TILES]; // all at once, and so below: a warp waits for shared memory twice a piece
+#pragma unroll
+        for (int j = 0; j < TILES; ++j) two[j] = reinterpret_cast<const float4 *>(columns + first)[j * 4 + lane % 4];
         const auto finish = [&](int j, float (&v)[4]) {
-            const float4 two = reinterpret_cast<const float4 *>(columns + first)[j * 4 + lane % 4];
 #pragma unroll
             for (int r = 0; r < 4; ++r)
-                v[r] = fmaf(sum[j][r] * scale_a[r / 2], r % 2 ? two.z : two.x, r % 2 ? two.w : two.y);
+                v[r] = fmaf(sum[j][r] * scale_a[r / 2], r % 2 ? two[j].z : two[j].x, r % 2 ? two[j].w : two[j].y);
         };
         if constexpr (OUT != SCALED_F32) {
             const int row = lane % 16; // of the matrix that this lane gives the address of
@@ -90,12 +92,17 @@ struct Pieces {
         uint8_t *to = static_cast<uint8_t *>(args.y) + (int64_t(token) * args.y_stride + channel + first) * SIZE;
         const int bytes = (args.n - channel - first) * SIZE; // of a row, from here to its end
         if (args.whole) {
+            uint4 v[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int row = i * 4 + lane / 8, at = lane % 8;
-                const uint4 v = *reinterpret_cast<const uint4 *>(piece + row * 128 + ((at ^ row % 8) << 4));
-                if (token + row < args.m && at * 16 < bytes)
-                    *reinterpret_cast<uint4 *>(to + row * args.y_stride * SIZE + at * 16) = v;
+                const int row = i * 4 + lane / 8;
+                v[i] = *reinterpret_cast<const uint4 *>(piece + row * 128 + ((lane % 8 ^ row % 8) << 4));
+            }
+            to += lane / 8 * args.y_stride * SIZE + lane % 8 * 16;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (token + i * 4 + lane / 8 < args.m && lane % 8 * 16 < bytes) *reinterpret_cast<uint4 *>(to) = v[i];
+                to += 4 * args.y_stride * SIZE;
             }
         } else {
 #pragma unroll 1

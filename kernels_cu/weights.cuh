@@ -169,9 +169,8 @@ struct Codes {
     }
 };
 
-// sum += scale * part of a fragment of mma.cuh, products j of its two channels; then part is empty.
-__device__ __forceinline__ void add_part(float (&sum)[4], float (&part)[4], const Codes &codes, int j) {
-    const float scale[2] = {codes.scale(0, j), codes.scale(1, j)};
+// sum += scale * part of a fragment of mma.cuh, of whose channels a lane has two; then part is empty.
+__device__ __forceinline__ void add_part(float (&sum)[4], float (&part)[4], float first, float second) {
 #pragma unroll
-    for (int r = 0; r < 4; ++r) sum[r] = fmaf(scale[r / 2], part[r], sum[r]), part[r] = 0.0f;
+    for (int r = 0; r < 4; ++r) sum[r] = fmaf(r < 2 ? first : second, part[r], sum[r]), part[r] = 0.0f;
 }

@@ -580,7 +580,9 @@ def test_few_tokens(rng: np.random.Generator, poison: Any, m: int) -> None:
         out_dtype, fast = tuple(FLOATS)[i // 2 % 3], bool(i % 5 % 2)
         y = multiply(c, poison, out_dtype, fast, pitch=aligned(k) + i % 2 * 112, offset=16)
         try:
-            c.check(y, out_dtype, acc_of_few(k) if m <= 16 else acc_of(k, fast))
+            p = ScaledProblem(*c.dtypes, out_dtype, m, n, k, fast)
+            streamed = pick(runtime.target(), p).source == "scaled_async.cu"
+            c.check(y, out_dtype, acc_of_few(k) if streamed else acc_of(k, fast))
         except AssertionError as wrong:
             raise AssertionError(f"n {n} k {k} {c.dtypes} {out_dtype} fast {fast}: {wrong}") from None
 
@@ -589,6 +591,10 @@ def test_few_tokens(rng: np.random.Generator, poison: Any, m: int) -> None:
 @pytest.mark.parametrize(("tokens", "units"), kernels._SCALED_ASYNC_SHAPES)
 def test_warps_and_units_of_few_tokens(rng: np.random.Generator, poison: Any, tokens: int, units: int) -> None:
     need("scaled_async")
+    if f"scaled_async_{tokens}_{units}" not in runtime.row("scaled_async_e4m3_e4m3").entries(
+        ARCHS[runtime.target().arch]
+    ):
+        pytest.skip("this GPU has no such kernel")
     for warps, (m, n, k), early in itertools.product(
         (1, 2, 3, 5, 8, 16), ((tokens, 1000, 1040), (tokens - 3, 77, 4104), (tokens, 40, 128)), (False, True)
     ):
@@ -610,7 +616,7 @@ def test_few_tokens_whose_b_may_be_read_early(rng: np.random.Generator, weights:
     """`queue_of`, with b as a weight and not, in a chain that writes a anew before each call."""
     import cupy
 
-    for m, n, k in ((1, 300, 400), (8, 40, 4104), (16, 4300, 272)):
+    for m, n, k in ((1, 300, 400), (8, 40, 4104), (16, 4200, 272)):
         c = case(rng, m, n, k)
         a, b = placed(c.a, aligned(k)), placed(c.b, aligned(k))
         scale_a, scale_b, bias = map(cupy.asarray, (c.scale_a, c.scale_b, c.bias))
