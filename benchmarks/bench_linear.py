@@ -72,7 +72,7 @@ def group(bench: Any, n: int, k: int, m: int) -> dict[str, Any]:
 @pytest.fixture(scope="module", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
     chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
-    rivals.compile_ahead({(cell["n"], cell["k"], cell["m"]) for cell in chosen})
+    rivals.compile_ahead(rivals.jobs({(cell["n"], cell["k"], cell["m"]) for cell in chosen}))
 
 
 @pytest.mark.parametrize(("n", "k", "m", "contender"), ENTRIES)

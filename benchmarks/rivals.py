@@ -29,25 +29,27 @@ FEW_SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
 GEMLITE_ROWS = [(16, 32), (4, 8), (64,), (1,), (2,)]
 GEMLITE_WARMUP_MS, GEMLITE_TUNING_MS = 5, 20  # of each kernel that it tries; Triton takes 25 and 100
 Cell = tuple[int, int, int]  # n, k, m
+Job = tuple[Any, ...]  # a function that compiles, and its arguments
+# Scheme -> how Humming is told of it: a dtype alone has a scale per channel.
+HUMMING: dict[str, dict[str, Any]] = {
+    "FP8A16": {"dtype": "float8e4m3"},
+    "NVFP4A16": {"dtype": "float4e2m1", "scale_dtype": "float8e4m3", "group_size": 16, "scale_2_type": "tensor"},
+    "MXFP4A16": {"dtype": "float4e2m1", "scale_dtype": "float8e8m0", "group_size": 32},
+}
 
 
 def humming(weights: Weights, x: list[Any]) -> Contender:
-    """Humming with one heuristic configuration for this m; it keeps the scales in bfloat16."""
+    """Humming with one heuristic configuration for this m; it keeps the scales of channels in bfloat16."""
     import torch
-    from humming.layer import HummingLayer
+
+    scheme = weights.quantized.scheme
 
     def make() -> list[Any]:
         layers = []
         for _ in range(weights.copies):
             with torch.device("cuda"):
-                layer = HummingLayer(
-                    shape_n=weights.n,
-                    shape_k=weights.k,
-                    weight_config={"dtype": "float8e4m3"},
-                    torch_dtype=torch.bfloat16,
-                )
-            codes, scale = torch_codes(weights)
-            layer.load_from_tensors({"weight": codes.view(torch.int32), "weight_scale": scale.to(torch.bfloat16)})
+                layer = _humming_layer(weights.n, weights.k, scheme)
+            layer.load_from_tensors(humming_tensors(weights))
             layer.transform()
             layers.append(layer)
         return layers
@@ -60,7 +62,29 @@ def humming(weights: Weights, x: list[Any]) -> Contender:
     def call(i: int) -> None:
         layers[i % len(layers)](x[i % 2], tuning_config=config, outputs=buffers[i % 2])
 
-    return Contender("humming", call, buffers, note={"scale_dtype": "bfloat16"})
+    note = {"scale_dtype": "bfloat16"} if scheme == "FP8A16" else {}
+    return Contender("humming", call, buffers, note=note)
+
+
+def _humming_layer(n: int, k: int, scheme: str) -> Any:
+    import torch
+    from humming.layer import HummingLayer
+
+    config = dict(HUMMING[scheme])  # Humming adds to it
+    return HummingLayer(shape_n=n, shape_k=k, weight_config=config, torch_dtype=torch.bfloat16)
+
+
+def humming_tensors(weights: Weights) -> dict[str, Any]:
+    """Codes and scales under Humming's names; it multiplies with the second scale too."""
+    import torch
+
+    q = weights.quantized
+    codes, scale = torch.from_dlpack(q.codes), torch.from_dlpack(q.scale)
+    scale = scale.to(torch.bfloat16) if q.scale_dtype == "float32" else scale.view(getattr(torch, q.scale_dtype))
+    tensors = {"weight": codes.view(torch.int32), "weight_scale": scale}
+    if q.global_scale is not None:
+        tensors["weight_scale_2"] = torch.from_dlpack(q.global_scale)
+    return tensors
 
 
 def _humming_tuning(layer_config: Any, m: int) -> str:
@@ -166,12 +190,11 @@ def present(n: int, k: int, m: int) -> list[str]:
 # --- compiling ahead -------------------------------------------------------------------------------------
 
 
-def compile_ahead(cells: Iterable[Cell]) -> None:
-    """Have the rivals' kernels for these cells compiled into their caches on disk, on all cores.
+def compile_ahead(todo: list[Job]) -> None:
+    """Have the rivals' kernels compiled into their caches on disk, on all cores.
 
     One after the other they take minutes. A kernel that fails here does so again in its cell, which then tells.
     """
-    todo = jobs(cells)
     if not todo:
         return
     # Processes, as much of Triton's compiler is Python.
@@ -182,13 +205,13 @@ def compile_ahead(cells: Iterable[Cell]) -> None:
                 warnings.warn(f"compiling ahead: {wrong!r}", stacklevel=2)
 
 
-def jobs(cells: Iterable[Cell]) -> list[tuple[Callable[[int, int, list[int]], None], int, int, list[int]]]:
-    """What there is to compile: functions with n, k and rows, those that take longest first."""
+def jobs(cells: Iterable[Cell]) -> list[Job]:
+    """What there is to compile for FP8 weights: functions with n, k and rows, those that take longest first."""
     rows: dict[tuple[str, int, int], set[int]] = {}
     for n, k, m in cells:
         for name in present(n, k, m):
             rows.setdefault((name, n, k), set()).add(m)
-    todo = [(compile_humming, n, k, sorted(ms)) for (name, n, k), ms in rows.items() if name == "humming"]
+    todo: list[Job] = [(compile_humming, n, k, sorted(ms)) for (name, n, k), ms in rows.items() if name == "humming"]
     for together in GEMLITE_ROWS:
         for (name, n, k), ms in rows.items():
             if name == "gemlite" and ms.intersection(together):
@@ -196,14 +219,13 @@ def jobs(cells: Iterable[Cell]) -> list[tuple[Callable[[int, int, list[int]], No
     return todo
 
 
-def compile_humming(n: int, k: int, rows: list[int]) -> None:
+def compile_humming(n: int, k: int, rows: list[int], scheme: str = "FP8A16") -> None:
     import torch
     from humming.kernel.humming import HummingKernel
-    from humming.layer import HummingLayer
     from humming.transform import prepare_layer_config
 
     with torch.device("meta"):
-        layer = HummingLayer(shape_n=n, shape_k=k, weight_config={"dtype": "float8e4m3"}, torch_dtype=torch.bfloat16)
+        layer = _humming_layer(n, k, scheme)
     config = prepare_layer_config(
         n, k, weight_schema=layer.weight_schema, input_schema=layer.input_schema, torch_dtype=torch.bfloat16
     )

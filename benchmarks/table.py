@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -143,6 +144,67 @@ def _half(ours: Row | None, rival: Row | None) -> str:
         return ""
     ratio = f" ({rival['time_us'] / ours['time_us']:.2f}x)" if rival else ""
     return microseconds(ours["time_us"]) + ratio
+
+
+BLOCK_SCHEMES = ("NVFP4A16", "MXFP4A16", "MXFP8A16", "FP8A16 128x128")  # as bench_block_linear.py names them
+EIGHT_BITS, CHANNEL = BLOCK_SCHEMES[2:], "FP8A16"  # and what these are compared with
+
+
+def block_linear(data: Results) -> list[str]:
+    """A table a format: a row a shape, a column an M; below it what it is compared with besides."""
+    cells: dict[tuple[str, int, int, int], dict[tuple[str, str], Row]] = {}
+    for row in data["rows"]:
+        cell = cells.setdefault((row["run"], row["n"], row["k"], row["m"]), {})
+        cell[row["scheme"], row["contender"]] = row
+    errors = {
+        dtype: max((row["error"] for row in data["rows"] if row["contender"] == results.OURS[dtype]), default=None)
+        for dtype in results.OURS
+    }
+    most = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in errors.items() if error is not None)
+    text = [
+        "Linear, bf16 x, weights with block scales, measured as above: the packed weight's bytes (codes and scales) "
+        "over the time as a share of the read ceiling, and how many times as fast as `F.linear` in bf16 that is. "
+        f"Relative L2 error against float64 on the dequantised weight: at most {most}."
+    ]
+    for scheme in (scheme for scheme in BLOCK_SCHEMES if any((scheme, OURS) in cell for cell in cells.values())):
+        mine = {(n, k, m): cell for (_, n, k, m), cell in cells.items() if (scheme, OURS) in cell}
+        columns = sorted({m for _, _, m in mine})
+        lines = []
+        for n, k in dict.fromkeys((n, k) for n, k, _ in mine):
+            there = (mine.get((n, k, m)) for m in columns)
+            lines.append([f"{n} x {k}", *("" if cell is None else _share(cell, scheme, data) for cell in there)])
+        text += ["", *layout([scheme, *[f"M = {m}" for m in columns]], lines)]
+        text += _beside(scheme, mine)
+    return text
+
+
+def _packed_tb_s(row: Row) -> float:
+    return row["note"]["weight_bytes"] / row["time_us"] / 1e6
+
+
+def _share(cell: dict[tuple[str, str], Row], scheme: str, data: Results) -> str:
+    """A cell: "88 % (4.21x)"."""
+    row, rival = cell[scheme, OURS], cell.get((CHANNEL, RIVAL))
+    ratio = f" ({rival['time_us'] / row['time_us']:.2f}x)" if rival else ""
+    return f"{100 * _packed_tb_s(row) / data['runs'][row['run']]['read_ceiling_tb_s']:.0f} %{ratio}"
+
+
+def _beside(scheme: str, cells: dict[tuple[int, int, int], dict[tuple[str, str], Row]]) -> list[str]:
+    """The line below a format's table: Humming's time over cufp8's, or bytes/s over those of FP8A16 per channel."""
+    if scheme in EIGHT_BITS:
+        both = [cell for cell in cells.values() if (CHANNEL, OURS) in cell]
+        if not both:
+            return []
+        rates = [_packed_tb_s(cell[scheme, OURS]) / _packed_tb_s(cell[CHANNEL, OURS]) for cell in both]
+        least, median = min(rates), statistics.median(rates)
+        what = f"Bytes/s relative to {CHANNEL} with a scale per channel, {len(rates)} cells"
+        return ["", f"{what}: least {least:.2f}, median {median:.2f}."]
+    ratios: dict[int, list[float]] = {}
+    for (_, _, m), cell in cells.items():
+        if (scheme, "humming") in cell:
+            ratios.setdefault(m, []).append(cell[scheme, "humming"]["time_us"] / cell[scheme, OURS]["time_us"])
+    each = ", ".join(f"M = {m} {min(some):.2f}x" for m, some in sorted(ratios.items()))
+    return ["", f"Times as fast as Humming in the same format, the least of its shapes: {each}."] if each else []
 
 
 def host(data: Results) -> list[str]:
@@ -335,6 +397,7 @@ def scaled_mm(data: Results) -> list[str]:
 
 SECTIONS: dict[str, Callable[[Results], list[str]]] = {
     "linear": linear,
+    "block_linear": block_linear,
     "decode_step": decode_step,
     "scaled_mm": scaled_mm,
     "host": host,

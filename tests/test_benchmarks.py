@@ -42,6 +42,7 @@ def _module(name: str) -> ModuleType:
 table = _module("table")
 rivals = _module("rivals")
 bench_linear = _module("bench_linear")
+bench_block_linear = _module("bench_block_linear")
 bench_decode = _module("bench_decode")
 bench_load = _module("bench_load")
 
@@ -274,6 +275,39 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
         "| `entry.linear()` | 40.0 | 80 % | 48 |",
     ):
         assert line in text
+
+
+def test_formats_with_block_scales_get_a_table_each(folder: Path, data: dict[str, Any]) -> None:
+    """The ceiling is 4 TB/s, so that 4.0 MB take 1 us there."""
+
+    def row(scheme: str, name: str, time_us: float, mb: float, m: int = 1, **more: Any) -> dict[str, Any]:
+        return _row(name, time_us, m, scheme=scheme, note={"weight_bytes": round(mb * 1e6)}, **more)
+
+    rows = [
+        row("FP8A16", "cufp8", 1.25, 4.0),
+        row("FP8A16", "torch-linear-bf16", 2.5, 8.0),
+        row("FP8A16", "cufp8", 2.0, 4.0, 16),
+        row("FP8A16 128x128", "cufp8", 1.25, 4.0, error=0.0017),
+        row("FP8A16 128x128", "cufp8-fp16", 1.5, 4.0, error=0.0002),
+        row("FP8A16 128x128", "cufp8", 2.5, 4.0, 16),
+        row("NVFP4A16", "cufp8", 0.8, 2.4),
+        row("NVFP4A16", "humming", 1.2, 2.4),
+    ]
+    one = {**data, "rows": rows}
+    assert results.faults(one) == []
+    results.save(folder / "h200" / "block_linear.json", one)
+    text = table.render(folder)
+    for line in (
+        "| NVFP4A16 | M = 1 |",
+        "| 1000 x 3996 | 75 % (3.12x) |",
+        "Times as fast as Humming in the same format, the least of its shapes: M = 1 1.50x.",
+        "| FP8A16 128x128 | M = 1 | M = 16 |",
+        "| 1000 x 3996 | 80 % (2.00x) | 40 % |",
+        "Bytes/s relative to FP8A16 with a scale per channel, 2 cells: least 0.80, median 0.90.",
+        "at most 1.7e-03 in bfloat16 and 2.0e-04 in float16.",
+    ):
+        assert line in text
+    assert "| MXFP4A16 |" not in text and "| FP8A16 |" not in text
 
 
 def test_without_results_the_table_says_so(tmp_path: Path) -> None:
@@ -569,12 +603,10 @@ def test_all_that_rivals_compile_is_compiled_ahead_and_once() -> None:
     ]
 
 
-def test_compiling_ahead_takes_processes_and_tells_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rivals, "jobs", lambda cells: [])
-    rivals.compile_ahead([(4096, 4096, 1)])
-    monkeypatch.setattr(rivals, "jobs", lambda cells: [(os.getpid,), (int, "no number"), (os.getpid,)])
+def test_compiling_ahead_takes_processes_and_tells_of_failures() -> None:
+    rivals.compile_ahead([])
     with pytest.warns(UserWarning, match="compiling ahead: ValueError.*no number"):
-        rivals.compile_ahead([(4096, 4096, 1)])
+        rivals.compile_ahead([(os.getpid,), (int, "no number"), (os.getpid,)])
 
 
 class _HostSession:
@@ -595,6 +627,9 @@ class _HostSession:
 
     def weights(self, n: int, k: int) -> Any:
         return self.kept.setdefault((n, k), linear.Weights(n, k, self.l2_bytes, copies=2))
+
+    def row(self, name: str, measured: Any, *, scheme: str, m: int, n: int, k: int) -> dict[str, Any]:
+        return _row(name, 1.0, m, scheme=scheme, n=n, k=k, note=measured.note, error=measured.error)
 
     def rows(self, done: dict[str, Any], m: int, n: int | None, k: int | None) -> list[Any]:
         return [_row(name, 1.0, m, n=n, k=k, note=one.note) for name, one in done.items()]
@@ -660,6 +695,113 @@ def test_a_decoding_step_feeds_each_layer_the_one_before(host: _HostSession, mon
 def test_llamas_layers() -> None:
     assert sum(n * k for n, k in bench_decode.BLOCK.values()) * bench_decode.DEPTH == 6_979_321_856
     assert bench_decode.HEAD == (128256, 4096)
+
+
+# --- formats with block scales ---------------------------------------------------------------------------
+
+FORMATS = {"FP8A16": cufp8.quantize, **bench_block_linear.FORMATS}
+
+
+def test_the_cells_of_formats_with_block_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_block_linear.importlib.util, "find_spec", lambda name: name)
+    cells = {(n, k, m) for n, k in bench_block_linear.SHAPES for m in bench_block_linear.ROWS}
+    names = {cell: bench_block_linear.names(*cell) for cell in cells}
+    for found in names.values():
+        assert len(set(found)) == len(found)
+        assert {scheme for scheme, name in found if name == "cufp8"} == set(FORMATS)
+        assert ("FP8A16", "torch-linear-bf16") in found
+    half = {cell for cell in cells if ("NVFP4A16", "cufp8-fp16") in names[cell]}
+    assert len(half) == 8 and all(("FP8A16", "torch-linear-fp16") in names[cell] for cell in half)
+    assert set(table.BLOCK_SCHEMES) == set(bench_block_linear.FORMATS)
+    assert set(table.EIGHT_BITS) < set(table.BLOCK_SCHEMES)
+
+    wanted = {(*cell, scheme) for cell in cells for scheme, name in names[cell] if name == "humming"}
+    todo = bench_block_linear.jobs(cells)
+    assert {(n, k, m, scheme) for _, n, k, rows, scheme in todo for m in rows} == wanted
+    assert {cell[3] for cell in wanted} == {"NVFP4A16", "MXFP4A16"} and len(todo) == 6
+    assert max(cell[2] for cell in wanted) == 128
+
+
+@pytest.mark.parametrize("scheme", FORMATS)
+def test_weights_of_every_format_are_dequantised(host: _HostSession, scheme: str) -> None:
+    """By the bench's own tables as by the library, with blocks that are not whole."""
+    one = host.weights(130, 144).otherwise(FORMATS[scheme])
+    assert one is host.weights(130, 144).otherwise(FORMATS[scheme])
+    exact = one.dequantized(slice(None))
+    every, q = slice(0, 130), one.quantized
+    assert np.array_equal(exact, q.widened(every, slice(0, 144)) * q.row_scale(every)[:, None].astype(np.float64))
+    assert np.array_equal(one.dequantized(slice(1, None, 3)), exact[1::3])
+    w = measure.normal((130, 144), 130, 144, 0) * np.float32(144**-0.5)
+    assert measure.relative_l2(exact, w) < (0.15 if "FP4" in scheme else 0.04)
+    again = one.fresh()
+    assert again.scheme == q.scheme and not np.shares_memory(again.codes, q.codes)
+    assert np.array_equal(again.dequantize("float64"), q.dequantize("float64"))
+
+
+@pytest.mark.usefixtures("host")
+def test_blocks_of_128_by_128_have_the_scale_of_their_largest_value() -> None:
+    w = measure.normal((130, 300), 5)
+    w[129, 299], w[0, 127] = 60.0, -90.0
+    q = bench_block_linear.by_blocks(w)
+    assert q.scheme == "FP8A16" and q.block == (128, 128) and q.scale.shape == (2, 3)
+    for i, j in np.ndindex(2, 3):
+        largest = np.abs(w[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]).max()
+        assert q.scale[i, j] == largest / np.float32(448)
+    assert q.dequantize()[[129, 0], [299, 127]] == pytest.approx([60.0, -90.0])
+
+
+def test_formats_are_measured_in_one_group(host: _HostSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [(scheme, name) for name in ("cufp8", "cufp8-fp16") for scheme in FORMATS]
+    monkeypatch.setattr(bench_block_linear, "names", lambda *cell: [*names, ("NVFP4A16", "humming")])
+
+    def missing(weights: Any, x: Any) -> Any:
+        raise ImportError("no Humming here")
+
+    monkeypatch.setattr(rivals, "humming", missing)
+    monkeypatch.setattr(measure, "GRAPH_SECONDS", 2e-6)  # two calls, for they are NumPy's
+    done = bench_block_linear.group(host, 200, 144, 3)
+    assert isinstance(done["NVFP4A16", "humming"], ImportError)
+    assert [(row["scheme"], row["contender"]) for row in host.written] == names
+    for row in host.written:
+        assert row["error"] == pytest.approx(1.7e-3 if row["contender"] == "cufp8" else 2.1e-4, rel=0.2)
+    nbytes = {row["scheme"]: row["note"]["weight_bytes"] for row in host.written}
+    codes = 200 * 144
+    assert nbytes == {
+        "FP8A16": codes + 4 * 200,
+        "NVFP4A16": codes // 2 + 200 * 9 + 4,
+        "MXFP4A16": codes // 2 + 200 * 5,
+        "MXFP8A16": codes + 200 * 5,
+        "FP8A16 128x128": codes + 4 * 2 * 2,
+    }
+
+    monkeypatch.setitem(bench_block_linear.LARGEST_ERROR, "bfloat16", 1e-3)
+    done = bench_block_linear.group(host, 200, 144, 3)
+    assert "MXFP4A16 cufp8: relative L2 error" in str(done["MXFP4A16", "cufp8"])
+    assert done["MXFP4A16", "cufp8-fp16"].seconds
+
+
+@pytest.fixture
+def torch() -> Any:
+    """Imported before `host` puts NumPy in CuPy's place, which torch would stumble over."""
+    return pytest.importorskip("torch")
+
+
+def test_humming_gets_the_same_codes_and_scales(torch: Any, host: _HostSession) -> None:
+    for scheme, size, dtype in (("NVFP4A16", 16, torch.float8_e4m3fn), ("MXFP4A16", 32, torch.float8_e8m0fnu)):
+        one = host.weights(8, 96).otherwise(FORMATS[scheme])
+        tensors = rivals.humming_tensors(one)
+        assert tensors["weight"].shape == (8, 12) and tensors["weight"].dtype == torch.int32
+        scale = tensors["weight_scale"]
+        assert scale.shape == (8, 96 // size) and scale.dtype == dtype
+        word = int(tensors["weight"].view(torch.int64)[3, 5]) & (2**64 - 1)
+        codes = torch.tensor([word >> 4 * i & 15 for i in range(16)])
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * (1 - 2 * (codes >> 3))
+        second = tensors["weight_scale_2"] if scheme == "NVFP4A16" else 1.0
+        found = values * scale[3, 80 // size].float() * second
+        assert found.numpy() == pytest.approx(one.dequantized(slice(3, 4))[0, 80:96])
+        assert ("weight_scale_2" in tensors) == (scheme == "NVFP4A16")
+    channel = rivals.humming_tensors(host.weights(8, 96))
+    assert channel["weight"].shape == (8, 24) and channel["weight_scale"].dtype == torch.bfloat16
 
 
 # --- loading ---------------------------------------------------------------------------------------------

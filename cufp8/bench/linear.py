@@ -1,4 +1,6 @@
-"""y = x @ w.T with FP8 weights and 16-bit x, one cell (n, k, m): cufp8 against F.linear, and against rivals given.
+"""y = x @ w.T with weights in few bits and 16-bit x: cufp8 against F.linear, and against rivals given.
+
+A cell (n, k, m) has FP8A16 weights; `Weights` and `build` know any format.
 
 Contenders are named as `results.OURS`, `EAGER` and `TORCH` have them. `cufp8-nopdl` is a chain without programmatic
 dependent launch, `cufp8-invariant` has layers whose rows do not depend on m. `cufp8-eager` is for cells where another
@@ -16,6 +18,7 @@ import cufp8
 from cufp8 import kernels, runtime
 from cufp8.bench.measure import Contender, Measured, copies_for, measure, normal, relative_l2, without_arrays
 from cufp8.bench.results import EAGER, TORCH
+from cufp8.formats import FORMATS
 
 if TYPE_CHECKING:
     from cufp8.bench.session import Session
@@ -35,13 +38,23 @@ class Weights:
         Another one, another weight.
     copies : int, optional
         Default: as many as keep it cold when calls cycle over them.
+    quantize : callable
+        Float weight -> QuantizedTensor.
     """
 
-    def __init__(self, n: int, k: int, l2_bytes: int, seed: int = 0, copies: int | None = None) -> None:
-        self.n, self.k, self._l2_bytes, self._copies = n, k, l2_bytes, copies
+    def __init__(
+        self,
+        n: int,
+        k: int,
+        l2_bytes: int,
+        seed: int = 0,
+        copies: int | None = None,
+        quantize: Callable[[Any], cufp8.QuantizedTensor] = cufp8.quantize,
+    ) -> None:
+        self.n, self.k, self._l2_bytes, self._seed, self._copies = n, k, l2_bytes, seed, copies
         w = normal((n, k), n, k, seed)
         w *= np.float32(k**-0.5)
-        self.quantized = cufp8.quantize(w)
+        self.quantized = quantize(w)
         self.nbytes = self.quantized.nbytes
         self.copies = self._copies_of(self.nbytes)
         # An odd step meets each place of a tile in turn.
@@ -57,6 +70,10 @@ class Weights:
             self._kept[key] = make()
         return self._kept[key]
 
+    def otherwise(self, quantize: Callable[[Any], cufp8.QuantizedTensor]) -> Weights:
+        """The same float weight quantised by another function; made once."""
+        return self.kept(quantize, lambda: Weights(self.n, self.k, self._l2_bytes, self._seed, self._copies, quantize))
+
     def fresh(self) -> cufp8.QuantizedTensor:
         """The same codes and scales in memory of their own."""
         q = self.quantized
@@ -67,6 +84,7 @@ class Weights:
             scale_dtype=q.scale_dtype,
             shape=q.shape,
             block=q.block,
+            global_scale=None if q.global_scale is None else q.global_scale.copy(),
         )
 
     def layers(self, pdl: bool = True, batch_invariant: bool = False) -> list[cufp8.Linear]:
@@ -82,15 +100,26 @@ class Weights:
         return self.kept(("layers", pdl, batch_invariant), make)
 
     def dequantized(self, rows: slice) -> Any:
-        """Rows of the weight that codes and scales stand for, in float64, by a table of the 256 codes."""
+        """Rows of the weight that codes and scales stand for, in float64, by tables of the codes."""
         import cupy
-        import ml_dtypes
 
-        codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        table = self.kept("table", lambda: cupy.asarray(codes))
+        def values(codes: Any, dtype: str) -> Any:
+            table = self.kept(("table", dtype), lambda: cupy.asarray(FORMATS[dtype].table.astype(np.float64)))
+            return table[codes]
+
         q = self.quantized
-        exact = table[q.codes[rows]]
-        exact *= q.scale[rows]
+        codes, high = q.codes[rows], q.block[0]
+        if FORMATS[q.dtype].bits == 4:
+            codes = cupy.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), -1)[:, : self.k]
+        exact = values(codes, q.dtype)
+        scale = q.scale[rows] if high == 1 else q.scale[cupy.arange(self.n)[rows] // high]
+        if q.scale_dtype != "float32":
+            scale = values(scale, q.scale_dtype)
+        if scale.shape[1] > 1:
+            scale = cupy.repeat(scale, q.block[1], axis=1)[:, : self.k]
+        exact *= scale
+        if q.global_scale is not None:
+            exact *= q.global_scale[:, None] if len(q.global_scale) == 1 else q.global_scale[rows, None]
         return exact
 
     def torch_copies(self, dtype: str) -> list[Any]:
@@ -144,7 +173,10 @@ def ours(queue: Any, weights: Weights, x: list[Any], name: str) -> Contender:
     def call(i: int) -> None:
         layers[i % len(layers)](x[i % 2], out=buffers[i % 2])
 
-    serves = kernel(weights.n, weights.k, m, dtype, captured, invariant)
+    if weights.quantized.block == (1, weights.k):
+        serves = kernel(weights.n, weights.k, m, dtype, captured, invariant)
+    else:  # cuBLAS knows no scales of blocks: the same in a graph and outside
+        serves = layers[0].kernels(m, dtype)
     return Contender(name, call, buffers, kernel=serves, captured=captured, x_dtype=dtype)
 
 
@@ -155,6 +187,18 @@ def torch_linear(weights: Weights, x: list[Any], dtype: str) -> Contender:
     copies = weights.torch_copies(dtype)
     linear = torch.nn.functional.linear
     return Contender(TORCH[dtype], lambda i: linear(x[i % 2], copies[i % len(copies)]), x_dtype=dtype)
+
+
+def build(
+    queue: Any, weights: Weights, x: Mapping[str, list[Any]], name: str, rivals: Mapping[str, Builder]
+) -> Contender:
+    """The contender of that name; `x` has two inputs for each dtype, `rivals` is as for `cell`."""
+    dtype = dtype_of(name)
+    if name in rivals:
+        return rivals[name](weights, x[dtype])
+    if name in TORCH.values():
+        return torch_linear(weights, x[dtype], dtype)
+    return ours(queue, weights, x[dtype], name)
 
 
 def cell(
@@ -185,18 +229,10 @@ def cell(
     exact = {dtype: weights.product(on_cupy(both), weights.checked) for dtype, both in pairs.items()}
     x = {dtype: [both[:m], both[m:]] for dtype, both in pairs.items()}
 
-    def build(name: str) -> Contender:
-        dtype = dtype_of(name)
-        if name in rivals:
-            return rivals[name](weights, x[dtype])
-        if name in TORCH.values():
-            return torch_linear(weights, x[dtype], dtype)
-        return ours(queue, weights, x[dtype], name)
-
     contenders, failed = [], {}
     for name in names:
         try:
-            contenders.append(build(name))
+            contenders.append(build(queue, weights, x, name, rivals))
         except Exception as wrong:  # a rival that cannot be made must not take the group with it
             failed[name] = without_arrays(wrong)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 BENCHES = (
     "linear",
+    "block_linear",
     "scaled_mm",
     "grouped_mm",
     "quantize",
