@@ -9,6 +9,13 @@
 #include "mma.cuh"
 
 // SUMS: scales multiply sums.
+// Member by member: NVRTC 13.0 loses the scales of all but the first element of an array whose elements are assigned.
+__device__ __forceinline__ void copy(Codes &to, const Codes &from) {
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) to.pieces[i] = from.pieces[i];
+    to.scales[0] = from.scales[0], to.scales[1] = from.scales[1], to.block_scale = from.block_scale;
+}
+
 template <class X, int UNITS, int TOKEN_TILES, bool SUMS>
 __device__ __forceinline__ void mma_sync(const LinearArgs &a) {
     constexpr int TOKENS = 8 * TOKEN_TILES, CHUNK = WARPS * STEP;
@@ -25,17 +32,16 @@ __device__ __forceinline__ void mma_sync(const LinearArgs &a) {
     const int unit = blockIdx.x * UNITS, last = unit_count(a) - 1;
     const int token = first_token(a, TOKENS);
     Codes now[UNITS], next[UNITS];
-    float now_block[UNITS] = {}, next_block[UNITS] = {}; // scales of 128 x 128 blocks
-    const auto load = [&](Codes(&codes)[UNITS], float (&block)[UNITS], int step) {
+    const auto load = [&](Codes(&codes)[UNITS], int step) {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) { // past n or k: any valid codes, their sums are dropped or meet zeros of x
             const int some_unit = min(unit + u, last), some_step = min(step, a.steps - 1);
-            codes[u] = Codes::ask(tile(a, some_unit, some_step) + lane * 16, lane);
-            if (FORMAT == FP8_BLOCK) block[u] = block_scale(a, some_unit, some_step);
+            copy(codes[u], Codes::ask(tile(a, some_unit, some_step) + lane * 16, lane));
+            if (FORMAT == FP8_BLOCK) codes[u].block_scale = block_scale(a, some_unit, some_step);
         }
     };
-    load(now, now_block, warp);
-    load(next, next_block, warp + WARPS);
+    load(now, warp);
+    load(next, warp + WARPS);
 
     wait_for_previous(); // all that stands above reads weights alone
 
@@ -55,16 +61,10 @@ __device__ __forceinline__ void mma_sync(const LinearArgs &a) {
         for (int u = 0; u < UNITS; ++u)
 #pragma unroll
             for (int j = 0; j < 4; ++j) w[u][j] = now[u].template operand<X, SUMS>(j);
-        // Of a half of a step and the lane's channels. Out of Codes before it is copied: NVRTC 13.0 lost some with the copy.
-        float scales[UNITS][2][2];
+        Codes scales[UNITS];
 #pragma unroll
-        for (int u = 0; u < UNITS; ++u) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                scales[u][i / 2][i % 2] = FORMAT == FP8_BLOCK ? now_block[u] : now[u].scale(i % 2, i / 2 * 2);
-            now[u] = next[u], now_block[u] = next_block[u];
-        }
-        load(next, next_block, base + warp + 2 * WARPS);
+        for (int u = 0; u < UNITS; ++u) copy(scales[u], now[u]), copy(now[u], next[u]);
+        load(next, base + warp + 2 * WARPS);
 #pragma unroll
         for (int t = 0; t < TOKEN_TILES; ++t)
 #pragma unroll
@@ -77,7 +77,7 @@ __device__ __forceinline__ void mma_sync(const LinearArgs &a) {
                     auto &to = SUMS ? part : sum[u][t];
                     Mma<X>::m16n8k16(to, w[u][2 * half], b.x, b.y);
                     Mma<X>::m16n8k16(to, w[u][2 * half + 1], b.z, b.w);
-                    if (SUMS) add_part(sum[u][t], part, scales[u][half][0], scales[u][half][1]);
+                    if (SUMS) add_part(sum[u][t], part, scales[u].scale(0, 2 * half), scales[u].scale(1, 2 * half));
                 }
             }
     }
