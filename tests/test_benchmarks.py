@@ -229,6 +229,8 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
         "quantize": [
             _row("cufp8", 20.0, note=shared) | {"m": None},
             _row("rms-norm-token", 12.0, 4096, n=None, scheme="FP8", note=shared),
+            _row("nvfp4", 21.0, scheme="NVFP4A16", note=shared) | {"m": None},
+            _row("nvfp4", 13.0, 4096, n=None, scheme="NVFP4", note=shared),
         ],
         "compile": [_row("cufp8", 1.5e6, **bare), _row("cufp8", 2e6, **bare, kernel="mma_sync")],
         "decode_step": [
@@ -245,6 +247,8 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
     for line in (
         "| `layer(x)` | 12.0 | 13.0 |",
         "| 1000 x 3996 | bfloat16 | 20.0 | 3.00 | 86 % |",
+        "| 1000 x 3996 | bfloat16, to NVFP4 (w is read twice) | 21.0 | 3.00 | 86 % |",
+        "| 4096 x 3996 | NVFP4, a global scale per token | 13.0 | 3.00 | 86 % |",
         "| 8 | **2.00** | 3.50 | 88 % | 4,000 |  | 3.50 | 1.75x |",
         "| `mma_sync` | 2.00 |",
         "| `import cufp8` done | 0.20 |",
