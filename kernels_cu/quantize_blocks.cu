@@ -112,7 +112,8 @@ struct ByPower {
 // of float32 values exactly, as by a Divider; of 16-bit values wherever a code depends on it, but for a mantissa of ones:
 // all were tried. There the reciprocal and what is missing from it are enough.
 __device__ __forceinline__ bool usual(float by) {
-    return by >= 0x1p-100f && by <= 0x1p100f && (__float_as_uint(by) & 0x7fffffu) != 0x7fffffu;
+    constexpr uint32_t LEAST = 127 - 100 << 23, RANGE = 200 << 23; // 2^-100 to 2^100
+    return __float_as_uint(by) - LEAST < RANGE && (__float_as_uint(by) & 0x7fffffu) != 0x7fffffu;
 }
 template <bool EXACT> struct ByScale {
     float twice, reciprocal, near, missing;
@@ -159,6 +160,10 @@ template <class X> struct Eight {
         }
     }
 };
+
+template <class X> __device__ __forceinline__ const typename X::element *row_of(const BlockArgs &a) {
+    return static_cast<const typename X::element *>(a.x) + blockIdx.x * a.x_stride;
+}
 
 template <class X> struct Unit {
     Eight<X> half[2];
@@ -243,13 +248,13 @@ struct Factor {
     __device__ __forceinline__ explicit Factor(float g) : g(g), scale(g), limit(usable(g) ? INFINITE : 0) {}
 };
 
-// Codes and scale of the unit that begins at `first` of its row; `top`: the largest magnitude of its block.
+// Codes and scale of a unit, which go to these addresses; `top`: the largest magnitude of its block, `first`: where it
+// begins in its row.
 template <class X, int FORMAT>
-__device__ __forceinline__ void encode(const BlockArgs &a, const Unit<X> &unit, uint32_t top, int first,
-                                       const typename X::element *row, uint8_t *codes, uint8_t *scale,
-                                       const Factor &factor) {
-    codes += is_e2m1(FORMAT) ? first / 2 : first, scale += first / block_of(FORMAT);
-    const bool writes = FORMAT == NVFP4 || first % 32 == 0;
+__device__ __forceinline__ void encode(const BlockArgs &a, const Unit<X> &unit, uint32_t top, int first, uint8_t *codes,
+                                       uint8_t *scale, const Factor &factor) {
+    const auto *row = row_of<X>(a);
+    const bool writes = FORMAT == NVFP4 || threadIdx.x % 2 == 0;
     if (top >= (FORMAT == NVFP4 ? factor.limit : INFINITE)) {
         if (FORMAT != NVFP4 && a.status) return report<X>(a, row, first, UNIT); // of NVFP4 amax_* has told
         if constexpr (is_e2m1(FORMAT)) {
@@ -293,10 +298,6 @@ __device__ __forceinline__ void encode(const BlockArgs &a, const Unit<X> &unit, 
             *reinterpret_cast<uint4 *>(codes) = make_uint4(low.x, low.y, high.x, high.y);
         }
     }
-}
-
-template <class X> __device__ __forceinline__ const typename X::element *row_of(const BlockArgs &a) {
-    return static_cast<const typename X::element *>(a.x) + blockIdx.x * a.x_stride;
 }
 
 // The units of this thread, and the first value of each. Of rows this long an int is enough.
@@ -344,13 +345,18 @@ template <class X, int FORMAT, bool BY_ROW> __device__ __forceinline__ void quan
         if (threadIdx.x == 0) a.factor[blockIdx.x] = g;
     }
     const Factor factor(g);
-    uint8_t *codes = a.codes + blockIdx.x * a.codes_stride, *scale = a.scale + blockIdx.x * a.scale_stride;
+    // Of the first unit; the others are as far apart as a block has threads.
+    uint8_t *codes = a.codes + blockIdx.x * a.codes_stride + (is_e2m1(FORMAT) ? units.first(0) / 2 : units.first(0));
+    uint8_t *scale = a.scale + blockIdx.x * a.scale_stride + units.first(0) / block_of(FORMAT);
+    const int codes_step = blockDim.x * (is_e2m1(FORMAT) ? UNIT / 2 : UNIT);
+    const int scale_step = blockDim.x * UNIT / block_of(FORMAT);
 #pragma unroll
     for (int i = 0; i < KEPT<X>; ++i) {
         uint32_t top = units.top(i);
         if constexpr (FORMAT != NVFP4) top = max(top, __shfl_xor_sync(0xffffffffu, top, 1));
         if (units.first(i) < k)
-            encode<X, FORMAT>(a, units.unit[i], top, units.first(i), row_of<X>(a), codes, scale, factor);
+            encode<X, FORMAT>(a, units.unit[i], top, units.first(i), codes + i * codes_step, scale + i * scale_step,
+                              factor);
     }
 }
 
