@@ -7,10 +7,15 @@ sees it: memory, the launch, and the wait for the count of values that are not f
 Activations are bfloat16 [M, K], in a graph of calls with `out=`, kernels that start while the one before them ends:
 `token`, `group` and `tensor` (a scale on the GPU) of x as it is, `tensor-dynamic`, which reads x twice, and what stands
 before a layer fused with them. `stream-copy` copies as many bytes as `token` moves.
+
+Formats with a scale for each block of a row: `nvfp4`, `mxfp4`, `mxfp8` (`mxfp8-e5m2`), weights and activations. `nvfp4`
+reads a weight twice, which counts once; its activations have a global scale a token, found in the same read, or one
+that is given (`nvfp4-given`). `stream-copy` copies as many bytes as `nvfp4` counts.
 """
 
 from __future__ import annotations
 
+import importlib
 import time
 from typing import Any
 
@@ -164,6 +169,123 @@ def activations_group(bench: Any, m: int, k: int) -> dict[str, Any]:
     return done
 
 
+BLOCK_WEIGHTS = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16", "mxfp8": "MXFP8A16"}
+_E8M0 = {"block": (1, 32), "scale_dtype": "float8_e8m0fnu"}
+_NVFP4 = {"block": (1, 16), "scale_dtype": "float8_e4m3fn", "dtype": "float4_e2m1fn"}
+BLOCK_FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nvfp4": ("NVFP4", _NVFP4),
+    "nvfp4-given": ("NVFP4", _NVFP4),
+    "mxfp4": ("MXFP4", _E8M0 | {"dtype": "float4_e2m1fn"}),
+    "mxfp8": ("MXFP8", _E8M0),
+    "mxfp8-e5m2": ("MXFP8", _E8M0 | {"dtype": "float8_e5m2"}),
+}
+
+
+def block_bytes(name: str, m: int, k: int, activations: bool) -> int:
+    """Bytes that must be read and written: bfloat16 once, codes, scale codes, and global scales of tokens."""
+    fp4, size = "fp4" in name, 16 if "nvfp4" in name else 32
+    return 2 * m * k + m * -(-k // (1 + fp4)) + m * -(-k // size) + 4 * m * (activations and name == "nvfp4")
+
+
+def block_quantizer(bench: Any, name: str, w: Any) -> Contender:
+    """The kernels of a weight alone, over copies of w and codes of their own."""
+    import cupy
+
+    from cufp8.formats import FORMATS, SCHEMES
+
+    module, row = importlib.import_module("cufp8.quantize"), SCHEMES[BLOCK_WEIGHTS[name]]
+    (n, k), device = w.shape, bench.memory.device
+    copies = copies_for(block_bytes(name, n, k, False), bench.memory.l2_bytes)
+    sources = [w.astype(numpy_dtype("bfloat16")) for _ in range(copies)]
+    codes = [cupy.empty((n, k * FORMATS[row.dtype].bits // 8), np.uint8) for _ in range(copies)]
+    scale, factors = cupy.empty((n, -(-k // row.block[1])), np.uint8), cupy.empty(2, np.float32)
+    status = cupy.asarray(np.array([0, 2**64 - 1], np.uint64))
+    g, amax = factors.data.ptr, factors.data.ptr + 4
+
+    def call(i: int) -> Any:
+        source, to, stream = sources[i % copies], codes[i % copies], bench.queue.stream()
+        places = to.data.ptr, to.shape[1], scale.data.ptr, scale.shape[1]
+        rows = module.BlockRows("bfloat16", (n, k), source.data.ptr, k, 1, *places)
+        if not row.global_scale:
+            module.queue_blocks("quantize", row, "RCEIL", rows, device, stream, status=status.data.ptr)
+            return to
+        cupy.cuda.runtime.memsetAsync(amax, 0, 4, stream)
+        module.queue_blocks("amax", row, "RCEIL", rows, device, stream, factor=amax, status=status.data.ptr)
+        options = {"mode": module.FACTOR_OF_AMAX, "factor": g, "given": amax}
+        module.queue_blocks("quantize", row, "RCEIL", rows, device, stream, **options)
+        return to
+
+    return Contender(name, call, kernel="quantize_blocks")
+
+
+def block_former(bench: Any, name: str, x: Any, scale: Any) -> Contender:
+    """Activations in such a format, over copies of x, with results of their own."""
+    import cufp8
+
+    m, k = x.shape
+    copies = copies_for(block_bytes(name, m, k, True), bench.memory.l2_bytes)
+    sources = [bench.queue.array(x, "bfloat16") for _ in range(copies)]
+    options = dict(BLOCK_FORMS[name][1])
+    if name.endswith("-given"):
+        options["global_scale"] = bench.queue.array(scale, "float32")
+    outs = [cufp8.quantize_activations(source, **options) for source in sources]
+
+    def call(i: int) -> Any:
+        return cufp8.quantize_activations(sources[i % copies], **options, out=outs[i % copies]).codes
+
+    return Contender(name, call, kernel="quantize_blocks")
+
+
+def blocks_group(bench: Any, m: int, k: int, activations: bool) -> dict[str, Any]:
+    import cupy
+
+    import cufp8
+    from cufp8.block_scaled import encode_blocks, factors_of, store
+    from cufp8.formats import FORMATS, SCHEMES
+
+    x, scale = normal((m, k), m, k), cupy.full(1, 0.01, np.float32)
+    last = slice(m - CHECKED_ROWS, m)
+    some = x[last].astype(numpy_dtype("bfloat16")).get()
+    amax = float(abs(x.astype(numpy_dtype("bfloat16")).astype(np.float32)).max())
+
+    def wanted(name: str) -> np.ndarray:
+        if activations:
+            given = {"global_scale": 0.01} if name.endswith("-given") else {}
+            return cufp8.quantize_activations(some, **BLOCK_FORMS[name][1], **given).codes
+        row = SCHEMES[BLOCK_WEIGHTS[name]]
+        g = factors_of(np.float32(amax))[()] if row.global_scale else None
+        element = FORMATS[row.dtype]
+        packed = np.empty((CHECKED_ROWS, k * element.bits // 8), np.uint8)
+        codes = encode_blocks(some.astype(np.float32), row, "RCEIL", g)[0]
+        store(codes, packed, element, slice(0, CHECKED_ROWS), slice(0, k))
+        return packed
+
+    def error(contender: Contender, outputs: list[Any]) -> float:
+        if contender.kernel == "quantize_blocks":
+            for codes in outputs:
+                assert np.array_equal(codes[last].get(), wanted(contender.name)), "codes differ from the host's"
+        return 0.0
+
+    if activations:
+        contenders = [block_former(bench, name, x, scale) for name in BLOCK_FORMS]
+    else:
+        contenders = [block_quantizer(bench, name, x) for name in BLOCK_WEIGHTS]
+    contenders.append(copier(bench, block_bytes("nvfp4", m, k, activations)))
+    done = measure(bench.queue, contenders, error, bench.memory.hold)
+    rows = []
+    for name, result in done.items():
+        if isinstance(result, Measured):
+            result.error = None
+            known = name if name in BLOCK_FORMS else "nvfp4"
+            result.note |= rates(bench, block_bytes(known, m, k, activations), result.time_us * 1e-6, "bfloat16")
+            if activations:
+                rows.append(bench.row(name, result, scheme=BLOCK_FORMS[known][0], m=m, k=k))
+            else:
+                rows.append(bench.row(name, result, scheme=BLOCK_WEIGHTS[known], n=m, k=k))
+    bench.write("quantize", rows)
+    return done
+
+
 def whole_calls(w: Any) -> list[float]:
     """Seconds of `cufp8.quantize(w)` from Python."""
     import cufp8
@@ -225,3 +347,17 @@ def test_quantize(bench: Any, replay: Any, n: int, k: int, contender: str) -> No
 def test_quantize_activations(bench: Any, replay: Any, m: int, k: int, contender: str) -> None:
     measured = bench.once(("activations", m, k), lambda: activations_group(bench, m, k))
     replay(f"quantize activations {m} x {k}", measured[contender])
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES, ids=[f"{n}x{k}" for n, k in SHAPES])
+@pytest.mark.parametrize("contender", [*BLOCK_WEIGHTS, "stream-copy"])
+def test_quantize_blocks(bench: Any, replay: Any, n: int, k: int, contender: str) -> None:
+    measured = bench.once(("quantize blocks", n, k), lambda: blocks_group(bench, n, k, False))
+    replay(f"quantize blocks {n} x {k}", measured[contender])
+
+
+@pytest.mark.parametrize(("m", "k"), ACTIVATIONS, ids=[f"{m}x{k}" for m, k in ACTIVATIONS])
+@pytest.mark.parametrize("contender", [*BLOCK_FORMS, "stream-copy"])
+def test_quantize_activation_blocks(bench: Any, replay: Any, m: int, k: int, contender: str) -> None:
+    measured = bench.once(("activation blocks", m, k), lambda: blocks_group(bench, m, k, True))
+    replay(f"quantize blocks of activations {m} x {k}", measured[contender])

@@ -243,7 +243,14 @@ def decode_step(data: Results) -> list[str]:
     ]
 
 
-QUANTIZERS = {"cufp8": "", "cufp8-fp32": "", "cufp8-call": ", `quantize(w)` as a whole"}
+QUANTIZERS = {
+    "cufp8": "",
+    "cufp8-fp32": "",
+    "cufp8-call": ", `quantize(w)` as a whole",
+    "nvfp4": ", to NVFP4 (w is read twice)",
+    "mxfp4": ", to MXFP4",
+    "mxfp8": ", to MXFP8",
+}
 
 
 # Forms of activations, as bench_quantize.py names them -> what they are.
@@ -260,27 +267,39 @@ ACTIVATIONS = {
     "silu-mul-group": "`silu_mul_quantize`, per group of 128",
     "silu-mul-tensor": "`silu_mul_quantize`, a given scale",
 }
+BLOCK_ACTIVATIONS = {
+    "nvfp4": "NVFP4, a global scale per token",
+    "nvfp4-given": "NVFP4, a given global scale",
+    "mxfp4": "MXFP4",
+    "mxfp8": "MXFP8",
+    "mxfp8-e5m2": "MXFP8, e5m2",
+}
 
 
 def quantize(data: Results) -> list[str]:
-    weights, activations = [], []
+    tables = [
+        ("Quantising a weight on the GPU, bytes read + written:", ["N x K", "from"], []),
+        ("Quantising bfloat16 activations to e4m3fn on the GPU, bytes read + written:", ["M x K", "by"], []),
+        ("Quantising bfloat16 activations with block scales on the GPU, bytes read + written:", ["M x K", "to"], []),
+    ]
     for row in data["rows"]:
-        note, name = row["note"], row["contender"]
-        of_weights = row["n"] is not None
-        if name not in (QUANTIZERS if of_weights else ACTIVATIONS):
+        note, name, size = row["note"], row["contender"], f"{row['m']} x {row['k']}"
+        if row["n"] is not None:
+            if name not in QUANTIZERS:
+                continue
+            i, size, what = 0, shape(row), note["w_dtype"] + QUANTIZERS[name]
+        elif name in ACTIVATIONS:
+            i, what = 1, ACTIVATIONS[name]
+        elif name in BLOCK_ACTIVATIONS:
+            i, what = 2, BLOCK_ACTIVATIONS[name]
+        else:
             continue
-        what = note["w_dtype"] + QUANTIZERS[name] if of_weights else ACTIVATIONS[name]
-        size = shape(row) if of_weights else f"{row['m']} x {row['k']}"
-        line = [size, what, microseconds(row["time_us"]), f"{note['tb_s']:.2f}", f"{100 * note['copy_share']:.0f} %"]
-        (weights if of_weights else activations).append(line)
+        share = f"{100 * note['copy_share']:.0f} %"
+        tables[i][2].append([size, what, microseconds(row["time_us"]), f"{note['tb_s']:.2f}", share])
     text = []
-    rates = ["µs", "TB/s", "of the copy kernel"]
-    if weights:
-        text = ["Quantising a weight on the GPU, bytes read + written:", ""]
-        text += layout(["N x K", "from", *rates], weights)
-    if activations:
-        text += [""] * bool(text) + ["Quantising bfloat16 activations to e4m3fn on the GPU, bytes read + written:", ""]
-        text += layout(["M x K", "by", *rates], activations)
+    for title, heading, lines in tables:
+        if lines:
+            text += [""] * bool(text) + [title, "", *layout([*heading, "µs", "TB/s", "of the copy kernel"], lines)]
     return text
 
 

@@ -232,6 +232,8 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
         "quantize": [
             _row("cufp8", 20.0, note=shared) | {"m": None},
             _row("rms-norm-token", 12.0, 4096, n=None, scheme="FP8", note=shared),
+            _row("nvfp4", 21.0, scheme="NVFP4A16", note=shared) | {"m": None},
+            _row("nvfp4", 13.0, 4096, n=None, scheme="NVFP4", note=shared),
         ],
         "compile": [_row("cufp8", 1.5e6, **bare), _row("cufp8", 2e6, **bare, kernel="mma_sync")],
         "decode_step": [
@@ -267,6 +269,8 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
         "| 1000 x 4000 | 4.00 (1.25x) |",  # of cuBLASLt's modes the fastest
         "| 1000 x 4000 | 16 | 8.00 | 6.00 |  | 9.00 | 1.50x |",
         "| 1000 x 3996 | bfloat16 | 20.0 | 3.00 | 86 % |",
+        "| 1000 x 3996 | bfloat16, to NVFP4 (w is read twice) | 21.0 | 3.00 | 86 % |",
+        "| 4096 x 3996 | NVFP4, a global scale per token | 13.0 | 3.00 | 86 % |",
         "| 8 | **2.00** | 3.50 | 88 % | 4,000 |  | 3.50 | 1.75x |",
         "| `mma_sync` | 2.00 |",
         "| `import cufp8` done | 0.20 |",
@@ -811,7 +815,7 @@ def test_loading_is_measured_and_its_memory_seen(tmp_path: Path, monkeypatch: py
     """On the CPU, with layers in small: what the rows say, not how fast it is."""
     for name, value in {"N": 256, "K": 128, "LAYERS": 5, "ROUNDS": 2}.items():
         monkeypatch.setattr(bench_load, name, value)
-    load, ballast = cufp8.load, 32 << 20
+    load, ballast = cufp8.load, 64 << 20
     monkeypatch.setattr(bench_load.cufp8, "load", lambda path, device=None: load(path, device="cpu"))
 
     def layers(folder: Path, threads: int) -> float:

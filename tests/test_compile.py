@@ -305,7 +305,7 @@ def check_activations(row: str, arch: str, name: str, ptx: str) -> None:
 def check_blocks(arch: str, name: str, ptx: str) -> None:
     """Of quantize_blocks.cu: what may start early touches nothing before the wait."""
     assert "ld.global.nc" not in ptx, name
-    assert ("atom." in ptx or "red." in ptx) == (not name.startswith("dequantize") and "nvfp4" not in name), name
+    assert bool(re.search(r"\b(atom|red)\.", ptx)) == (not name.startswith("dequantize") and "nvfp4" not in name), name
     if not ARCHS[arch].pdl or not name.startswith("quantize_"):
         assert "griddepcontrol" not in ptx, name
         return
@@ -370,7 +370,7 @@ def check_instructions(row: Kernel, arch: str, name: str, ptx: str) -> None:
 
 
 A, B, SCALE_A, SCALE_B, SCALED_BIAS, SCALED_Y = range(0, 48, 8)  # offsets in the argument block of scaled.cuh
-A_MAP, B_MAP, Y_MAP = (SCALED_ARGS.size - i * TENSOR_MAP_BYTES for i in (3, 2, 1))
+A_MAP, B_MAP = (SCALED_ARGS.size - i * TENSOR_MAP_BYTES for i in (2, 1))
 
 
 def check_scaled(row: Kernel, arch: str, name: str, ptx: str) -> None:
@@ -398,7 +398,7 @@ def check_scaled(row: Kernel, arch: str, name: str, ptx: str) -> None:
     early = [(lines[at].strip(), offsets) for at, offsets in arguments_behind(lines) if at in some]
     for line, offsets in early:  # but for b into L2, and in earnest where the block says that it is a weight
         if row.source == "scaled_async.cu":
-            assert "cp.async.cg" in line and B in offsets, f"{name}: {line} before it waits"
+            assert ("cp.async.cg" in line or "prefetch" in line) and B in offsets, f"{name}: {line} before it waits"
             assert not offsets & {A, SCALE_A, SCALE_B, SCALED_BIAS, SCALED_Y}, f"{name}: {line} before it waits"
             continue
         assert offsets == {B_MAP}, f"{name}: {line} before it waits"
@@ -408,7 +408,13 @@ def check_scaled(row: Kernel, arch: str, name: str, ptx: str) -> None:
 
 @pytest.mark.parametrize(
     ("row", "arch"),
-    [(row.name, arch) for arch in ARCHS for row in KERNELS if row.entries(ARCHS[arch])],
+    [
+        (row.name, arch)
+        for arch in ARCHS
+        for row in KERNELS
+        # The code of sm_86, sm_103a and sm_121a is that of the arch before them: for FP8 weights that is tried too.
+        if row.entries(ARCHS[arch]) and (row.weight in (None, "fp8") or arch not in ("sm_86", "sm_103a", "sm_121a"))
+    ],
 )
 def test_row_compiles_clean(row: str, arch: str, nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
     if not supported(nvrtc, arch):
