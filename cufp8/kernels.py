@@ -148,6 +148,13 @@ WEIGHTS = {
 }
 
 
+def weight_of(dtype: str, scale_dtype: str, block: tuple[int, int]) -> Weight:
+    """How weights of such codes and scales lie on a GPU. dtypes are ml_dtypes names."""
+    if scale_dtype == "float32" or block[0] > 1:
+        return WEIGHTS["fp8_block" if block[0] > 1 else "fp8"]
+    return next(w for w in WEIGHTS.values() if (w.bits, w.block) == (FORMATS[dtype].bits, block[1]))
+
+
 @dataclass(frozen=True)
 class Problem:
     """y [m, n] = x [m, k] @ w [n, k].T in one scheme. dtypes are ml_dtypes names."""

@@ -657,11 +657,7 @@ def _place(device: str | None, weights: Any) -> str:
 
 
 def _kind(q: QuantizedTensor) -> kernels.Weight:
-    """How weights like q lie on a GPU."""
-    if q.scale_dtype == "float32" or q.block[0] > 1:
-        return kernels.WEIGHTS["fp8_block" if q.block[0] > 1 else "fp8"]
-    alike = (w for w in kernels.WEIGHTS.values() if (w.bits, w.block) == (FORMATS[q.dtype].bits, q.block[1]))
-    return next(alike)
+    return kernels.weight_of(q.dtype, q.scale_dtype, q.block)
 
 
 def _scales_are_wide(q: QuantizedTensor) -> bool:

@@ -727,9 +727,12 @@ def test_inspect_names_the_kernels_of_this_gpu(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(runtime, "current_device", lambda: 0)
     monkeypatch.setattr(runtime, "target", lambda index: kernels.Target("sm_90a", 132, 232448, True))
     names = {row.name for row in kernels.KERNELS if row.linear}
-    for name in ("modelopt_fp8", "fbgemm_fp8", "deepseek_v3", "ct_mxfp8"):
+    for name in sorted(MADE):
         served = check.inspect(load(tmp_path / name, MADE[name]))["modules"][0]["served_by"]
-        assert served is None if name in ("deepseek_v3", "ct_mxfp8") else len(served) == 3 and set(served) <= names
+        assert len(served) == 3 and set(served) <= names, name
+        weights = {kernels.ROWS[row].weight for row in served}
+        kind = {"deepseek_v3": "fp8_block", "ct_mxfp8": "mxfp8", "gpt_oss": "mxfp4", "modelopt_nvfp4": "nvfp4"}
+        assert len(weights) == 1 and weights == {kind.get(name, *weights)}, name
 
 
 @pytest.mark.parametrize("name", sorted(MADE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import sys
@@ -325,6 +326,7 @@ def test_nothing_outlives_the_call(rng: np.random.Generator, monkeypatch: pytest
         with forced(layer, "cublas"):
             layer(x, out=out)
             synchronize()
+            gc.collect()  # of what other tests have left
             before = pool.used_bytes()
             with monkeypatch.context() as patch:
                 patch.setattr(cupy.cuda, "alloc", noted)

@@ -343,16 +343,17 @@ def _module(entry: Entry, checkpoint: Checkpoint, extents: dict[str, tuple[float
     }
 
 
-def _served_by(entry: Entry) -> list[str] | None:
+def _served_by(entry: Entry) -> list[str]:
     from cufp8 import kernels, runtime
 
     if not runtime.available():
         return ["numpy"]
-    if entry.scheme != "FP8A16" or entry.match.block[0] > 1 or entry.match.family.scale_dtype != "float32":
-        return None
     target, (n, k) = runtime.target(runtime.current_device()), entry.shape
+    family, block = entry.match.family, entry.match.block
+    weight = kernels.weight_of(family.dtype, family.scale_dtype, block).name
     problems = (
-        kernels.Problem("FP8A16", (1, k), "bfloat16", "bfloat16", m, n, k, aligned16=True) for m in (1, 16, 256)
+        kernels.Problem(entry.scheme, block, "bfloat16", "bfloat16", m, n, k, aligned16=True, weight=weight)
+        for m in (1, 16, 256)
     )
     return [kernels.pick(target, problem).name for problem in problems]
 

@@ -52,7 +52,7 @@ def _text(members: list[dict[str, Any]]) -> str:
     name = first["name"] if count == 1 else f"{checks.pattern_of(first['name'])} ({count:,} modules)"
     least, largest = min(m["scale_min"] for m in members), max(m["scale_max"] for m in members)
     scales = f"{least:.2g}" if least == largest else f"{least:.2g} to {largest:.2g}"
-    kernels = "no kernel yet" if served is None else ", ".join(dict.fromkeys(served))
+    kernels = ", ".join(dict.fromkeys(served))
     shape, block = (" x ".join(map(str, first[key])) for key in ("shape", "block"))
     each = f"a scale for {block}"
     if first["block"] == first["shape"]:
