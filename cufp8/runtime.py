@@ -613,7 +613,9 @@ def keep_for_capture(stream: int, kept: Any) -> None:
     _kept[key] = kept
 
 
-_workspaces: dict[tuple[int, int, bool], tuple[int, Any]] = {}  # GPU, stream, captured -> number of the capture, memory
+_PER_THREAD = 2  # cudaStreamPerThread: for each thread another stream of that address
+# GPU, stream, thread, captured -> number of the capture, memory
+_workspaces: dict[tuple[int, int, int, bool], tuple[int, Any]] = {}
 
 
 def workspace(device: int, ptr: int, size: int) -> int:
@@ -622,7 +624,7 @@ def workspace(device: int, ptr: int, size: int) -> int:
     A captured graph has its own for each of its streams. The first FLAG_BYTES are zeros; who writes there leaves zeros.
     """
     number = _captured_graph(ptr)[0] if capturing(ptr) else 0
-    key = device, ptr, number > 0
+    key = device, ptr, threading.get_ident() if ptr == _PER_THREAD else 0, number > 0
     found, memory = _workspaces.get(key, (0, None))
     if memory is None or found != number or memory.nbytes < size:
         import cupy

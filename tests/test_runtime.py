@@ -971,6 +971,11 @@ def test_a_workspace_is_that_of_a_stream_or_of_a_graph(monkeypatch: pytest.Monke
     assert runtime.workspace(0, 0x10, size) == first and len(made) == 7 and len(kept) == 4
     larger = runtime.workspace(0, 0x10, 2 * size)
     assert larger != first and runtime.workspace(0, 0x10, size) == larger
+    per_thread = [runtime.workspace(0, 2, size)]
+    thread = threading.Thread(target=lambda: per_thread.append(runtime.workspace(0, 2, size)))
+    thread.start()
+    thread.join()
+    assert len(set(per_thread)) == 2 and runtime.workspace(0, 2, size) == per_thread[0]
     for ptr in range(1, 40):  # no stream keeps one for ever
         runtime.workspace(0, ptr, size)
     assert len(runtime._workspaces) == 16
