@@ -139,8 +139,9 @@ class Map(mmap.mmap):
             except OSError as error:
                 _fail(self._file, f"byte {offset + done} on: cannot be read: {_reason(error)}")
             if not count:
+                end = os.fstat(self._descriptor).st_size
                 what = f"{buffer.size} bytes from byte {offset} on were there when it was mapped"
-                _fail(self._file, f"the file ends at byte {offset + done}, but {what}; get it again, and open it again")
+                _fail(self._file, f"the file ends at byte {end}, but {what}; get it again, and open it again")
             done += count
 
 
