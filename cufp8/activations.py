@@ -31,7 +31,7 @@ _TILE = 1 << 20  # values handled at once: 4 MiB as float32; a multiple of every
 _COMPUTED_TILE = 1 << 17  # the same where they are computed before, with float64 on the way
 _NAN = 0x7F  # a NaN in both formats, and what CUDA's __nv_cvt_float_to_fp8 makes of any NaN
 _ONE = np.float32(1)
-_FACTOR_MOST = 2.0**125  # of a given global scale: 6 times it is finite
+FACTOR_MOST = 2.0**125  # of a given global scale: 6 times it is finite
 
 
 def quantize_activations(
@@ -327,7 +327,7 @@ class _Call:
                 f"a global_scale was given with {self.row.scale_dtype} scales, which have none; leave it out, or pass "
                 'scale_dtype="float8_e4m3fn".'
             )
-        return self._given(factor, "global_scale", _FACTOR_MOST, "above 0 and at most 2^125")
+        return self._given(factor, "global_scale", FACTOR_MOST, "above 0 and at most 2^125")
 
     def _given(self, scale: Any, name: str, most: float, needed: str) -> Any:
         """A scale as a float32 number, or an array on x's GPU."""

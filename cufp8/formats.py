@@ -45,8 +45,18 @@ class Scheme:
     scale_dtype: str
     block: tuple[int, int]  # rows and columns that share a scale; -1: all of them
     global_scale: bool = False  # one more float32 factor, for the whole weight or for each row
-    x_block: tuple[int, int] | None = None  # which values of x, in e4m3fn too, share a scale; None: x stays as it is
+    x_block: tuple[int, int] | None = None  # which values of x, in these formats too, share a scale; None: x stays
     x_static: bool = False  # the scale of x is given once, not found in each call
+
+    @property
+    def x_in_blocks(self) -> bool:
+        """Whether x is quantised with the block scales that the weight has."""
+        return self.x_block is not None and self.scale_dtype != "float32"
+
+    @property
+    def takes_input_scale(self) -> bool:
+        """Whether a scale of x may be given: that of all its values, or the global scale over those of blocks."""
+        return self.x_block is not None and (self.x_static or self.global_scale)
 
 
 FORMATS = {
@@ -69,6 +79,9 @@ SCHEMES = {
         Scheme("MXFP8A16", "float8_e4m3fn", "float8_e8m0fnu", (1, 32)),
         Scheme("MXFP4A16", "float4_e2m1fn", "float8_e8m0fnu", (1, 32)),
         Scheme("NVFP4A16", "float4_e2m1fn", "float8_e4m3fn", (1, 16), global_scale=True),
+        Scheme("MXFP8", "float8_e4m3fn", "float8_e8m0fnu", (1, 32), x_block=(1, 32)),
+        Scheme("MXFP4", "float4_e2m1fn", "float8_e8m0fnu", (1, 32), x_block=(1, 32)),
+        Scheme("NVFP4", "float4_e2m1fn", "float8_e4m3fn", (1, 16), global_scale=True, x_block=(1, 16)),
     )
 }
 
@@ -78,8 +91,8 @@ BLOCKS = tuple(
 )
 
 # What quantised activations may be, and with them any operand of a product of two: a scale per tensor, token (row) or
-# group of neighbours. `quantize` does not know these. Where it is a weight, one of the same layout is called by its row
-# of SCHEMES: e4m3fn per token FP8A16, NVFP4 NVFP4A16.
+# group of neighbours. Where it is a weight made elsewhere, one of the same layout is called by the first row of SCHEMES
+# that has it: e4m3fn per token FP8A16, NVFP4 NVFP4A16.
 ACTIVATIONS = tuple(
     Scheme(name, dtype, "float32", block)
     for dtype in ("float8_e4m3fn", "float8_e5m2")

@@ -25,7 +25,9 @@ class Linear:
     FP8A16: y = round(fmaf(scale[n], sum_k x[m, k] * code[n, k], bias[n])): products and sums in float32, one rounding,
     to x's dtype. With scales of blocks the sum is of x * code * scale, and NVFP4A16's global scale is scale[n]; no
     scale is rounded into a code. FP8_DYNAMIC and FP8: x becomes e4m3fn in each call, by `quantize_activations`, and is
-    multiplied so, by `scaled_mm`, which rounds once, to x's dtype. A NaN or Inf in x makes its row NaN there.
+    multiplied so, by `scaled_mm`, which rounds once, to x's dtype. NVFP4, MXFP4 and MXFP8: the same with x in the
+    formats of the weight; a global scale of x multiplies the sum, in float32, before the fmaf. A NaN or Inf in x makes
+    its row NaN where x is quantised.
 
     Parameters
     ----------
@@ -39,6 +41,7 @@ class Linear:
         "FP8": e4m3fn weights with one scale, activations in e4m3fn with one scale, `input_scale`.
         "NVFP4A16", "MXFP4A16", "MXFP8A16": weights with a scale for 16 or 32 neighbours of a row (`quantize`),
         activations as they are. By `from_quantized` also FP8A16 with a scale for each block of 128 x 128.
+        "NVFP4", "MXFP4", "MXFP8": the same weights; activations so too, their scales found in each call. On the CPU.
     device
         "cpu", "cuda", "cuda:i". None: where the weights are if that is a GPU, else the current GPU, else "cpu".
     out_dtype
@@ -48,20 +51,22 @@ class Linear:
         its predecessor in the stream is done. False: it starts after, for callers who write weights in place.
     batch_invariant
         The bits of a row of y depend on its row of x alone, not on how many rows come with it. False: each number of
-        rows gets the kernel that is fastest for it, and rows may differ in their last bit. Not of FP8_DYNAMIC and FP8.
+        rows gets the kernel that is fastest for it, and rows may differ in their last bit. Only where x stays as it is.
     input_scale
         Of FP8: what the codes of x are multiplied with, so that x up to 448 times it fits and what is larger is cut to
         that. A number, rounded to float32, or a float32 array of one element, on any device; finite and above 0. None:
         `calibrate` finds it before the layer is called. Later also by `layer.input_scale = ...`, while no thread calls
         the layer; graphs captured before keep the scale of then.
+        Of NVFP4: the global scale of x, amax / 2688, for all tokens, given likewise and at most 2^125. None: each
+        token's own, found in each call.
     fast_accum
         Of FP8_DYNAMIC and FP8: as for `scaled_mm`.
 
     Raises
     ------
     TypeError, ValueError
-        As `quantize`; or if bias, out_dtype, device or input_scale are not as above, or the scheme has no input_scale,
-        fast_accum or batch_invariant and one is given.
+        As `quantize`; or if bias, out_dtype, device or input_scale are not as above, the scheme has no input_scale,
+        fast_accum or batch_invariant and one is given, or no kernel serves it on that GPU.
     runtime.DeviceError
         If a GPU is named that cannot be used.
 
@@ -70,13 +75,18 @@ class Linear:
 
     input_scale: float | None = None
     fast_accum = False
-    _quantizes_x = False
 
     def __new__(cls, *args: Any, scheme: str = "FP8A16", **options: Any) -> Linear:
         row = SCHEMES.get(scheme)
         if cls is Linear and row is not None and row.x_block is not None:
-            from cufp8.scaled_linear import ScaledLinear as cls
+            from cufp8 import scaled_linear
+
+            cls = scaled_linear.BlockScaledLinear if row.x_in_blocks else scaled_linear.ScaledLinear
         return object.__new__(cls)
+
+    @staticmethod
+    def _computes(row: Scheme) -> bool:
+        return row.x_block is None
 
     def __init__(
         self,
@@ -91,7 +101,7 @@ class Linear:
         input_scale: Any = None,
         fast_accum: bool = False,
     ) -> None:
-        place = _place(device, interop.array(weights, "Linear: weights"))
+        place = _place(device, interop.array(weights, "Linear: weights"), scheme)
         self._set(scheme, out_dtype, pdl, batch_invariant, input_scale, fast_accum)
         self._take(quantize_to(weights, place, scheme), bias)
 
@@ -121,7 +131,7 @@ class Linear:
             If q holds activations, which may have NaN codes or no rows, is of no scheme of weights, or has other
             dtypes or scales than the scheme needs.
         """
-        if q.activations or q.scheme not in SCHEMES:
+        if q.activations or q.scheme not in SCHEMES or q.dtype != SCHEMES[q.scheme].dtype:
             what = "holds activations" if q.activations else "is of no scheme of weights"
             raise ValueError(
                 f"Linear: the QuantizedTensor {what} ({q.scheme}: {q.dtype}, block {q.block}, {q.scale_dtype} scales); "
@@ -132,14 +142,15 @@ class Linear:
         row, made = SCHEMES[scheme], SCHEMES[q.scheme]
         same = (row.dtype, row.scale_dtype, row.block) == (made.dtype, made.scale_dtype, made.block)
         alike = row is made or (same and q.block[0] < 2)
-        if not (alike or (row.x_block and q.dtype == row.dtype and q._scaled_by_row)):
+        by_row = (row.dtype, row.scale_dtype) == (q.dtype, q.scale_dtype) and q._scaled_by_row
+        if not (alike or (row.x_block and by_row)):
             raise ValueError(
                 f"Linear: the QuantizedTensor has {q.dtype} codes with {q.scale_dtype} scales of shape "
                 f"{list(q.scale.shape)}; {scheme} needs {cls._needed(row, q.shape)}."
             )
         layer = cls.__new__(cls, scheme=scheme)
         layer._set(scheme, out_dtype, pdl, batch_invariant, input_scale, fast_accum)
-        layer._take(q.to(_place(device, q.codes)), bias, _ordered)
+        layer._take(q.to(_place(device, q.codes, scheme)), bias, _ordered)
         return layer
 
     @staticmethod
@@ -147,7 +158,7 @@ class Linear:
         """The weights that a scheme takes."""
         n, k = shape
         wanted = [n, 1 if row.block[1] == -1 else -(-k // row.block[1])]
-        each = f"{wanted} or [1, 1]" if row.x_block else f"{wanted}"
+        each = f"{wanted} or [1, 1]" if row.x_block and not row.x_in_blocks else f"{wanted}"
         return f"{row.dtype} codes with {row.scale_dtype} scales of shape {each}"
 
     def _set(
@@ -164,7 +175,7 @@ class Linear:
             raise ValueError(f"Linear: out_dtype is {out_dtype!r}; allowed are {', '.join(FLOATS)} and None.")
         self.out_dtype, self.pdl, self.batch_invariant = out_dtype, pdl, batch_invariant
         self.scheme = scheme_of(scheme).name
-        if (SCHEMES[scheme].x_block is not None) != self._quantizes_x:
+        if not self._computes(SCHEMES[scheme]):
             raise TypeError(f"Linear: {type(self).__name__} does not compute {scheme}; make the layer by Linear.")
         self._plans: dict[Any, Any] = {}  # what `_plan` and `_examine` remember
         self._set_x(input_scale, fast_accum)
@@ -172,7 +183,7 @@ class Linear:
     def _set_x(self, input_scale: Any, fast_accum: bool) -> None:
         """How x is quantised."""
         if input_scale is not None:
-            raise ValueError(f"Linear: an input_scale was given, and {self.scheme} has none; FP8 has.")
+            raise ValueError(f"Linear: an input_scale was given, and {self.scheme} has none; FP8 and NVFP4 have.")
         if fast_accum:
             raise ValueError(f"Linear: fast_accum was set, and {self.scheme} has none; FP8_DYNAMIC and FP8 have.")
 
@@ -262,7 +273,7 @@ class Linear:
 
     def to(self, device: str) -> Linear:
         """The same layer on another device; itself if it is there already."""
-        if _place(device, None) == self.device:
+        if _place(device, None, self.scheme) == self.device:
             return self
         q = self.weight.to(device)
         bias = None if self.bias is None else interop.to_host(self.bias)
@@ -643,16 +654,21 @@ def fuse(layers: Iterable[Linear]) -> Linear:
     )  # fmt: skip
 
 
-def _place(device: str | None, weights: Any) -> str:
-    """The device a layer goes to: "cpu" or "cuda:i"."""
-    if device is None:
-        if not interop.on_host(weights):
-            return f"cuda:{weights.device.id}"
-
-        return f"cuda:{runtime.current_device()}" if runtime.available() else "cpu"
-    if device == "cuda":
+def _place(device: str | None, weights: Any, scheme: str) -> str:
+    """The device a layer of a scheme goes to: "cpu" or "cuda:i"; raises if no kernel serves it there."""
+    if device is None and not interop.on_host(weights):
+        device = f"cuda:{weights.device.id}"
+    elif device is None:
+        device = f"cuda:{runtime.current_device()}" if runtime.available() else "cpu"
+    elif device == "cuda":
         runtime.require()
-        return f"cuda:{runtime.current_device()}"
+        device = f"cuda:{runtime.current_device()}"
+    if device.startswith("cuda") and scheme in SCHEMES and SCHEMES[scheme].x_in_blocks:
+        allowed = ", ".join(name for name, row in SCHEMES.items() if row.x_block is None)
+        raise ValueError(
+            f"Linear: no kernel serves {scheme} on a GPU yet; allowed there are {allowed}, which leave activations in "
+            "16 bits; or pass device='cpu'."
+        )
     return device
 
 

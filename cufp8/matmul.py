@@ -71,7 +71,7 @@ def scaled_mm(
     """
     _check_operands(a, b, out_dtype)
     if interop.on_host(a.codes):
-        return _on_host(a, b, bias, out_dtype, out)
+        return on_host(a, b, bias, out_dtype, out)
     import cupy
 
     codes = a.codes
@@ -268,7 +268,8 @@ def _check_out(
 # --- on the host -----------------------------------------------------------------------------------------
 
 
-def _on_host(a: QuantizedTensor, b: QuantizedTensor, bias: Any, out_dtype: str, out: Any) -> Any:
+def on_host(a: QuantizedTensor, b: QuantizedTensor, bias: Any, out_dtype: str, out: Any = None) -> Any:
+    """`scaled_mm` of operands on the host that fit, of any scales that `QuantizedTensor.widened` takes."""
     (m, k), n = a.shape, b.shape[0]
     offset = None if bias is None else _check_bias(bias, n, None)
     if out is None:

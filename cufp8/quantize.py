@@ -297,7 +297,8 @@ def quantize(w: Any, scheme: str = "FP8A16", *, e8m0: str = "RCEIL") -> Quantize
     FP8A16, FP8_DYNAMIC: `scale[n] = max(amax(abs(w[n, :])) / 448, 2^-126)`, 1 for a row of zeros;
     `codes = e4m3fn(clip(w / scale, -448, 448))`, ties to even; all in float32 (float64 is rounded first).
     FP8: the same with one scale for all of w; runs on the host.
-    NVFP4A16, MXFP4A16, MXFP8A16: `block_scaled.quantize_blocks`.
+    NVFP4A16, MXFP4A16, MXFP8A16, and NVFP4, MXFP4, MXFP8, which differ in how a layer takes x alone:
+    `block_scaled.quantize_blocks`.
     Where w is on a GPU, all but FP8 are computed there, with the same bits.
 
     Parameters
@@ -312,7 +313,7 @@ def quantize(w: Any, scheme: str = "FP8A16", *, e8m0: str = "RCEIL") -> Quantize
     Returns
     -------
     QuantizedTensor
-        On the device where w is. On a host it takes at most 64 MiB beside w and the result. NVFP4A16 reads w twice, for
+        On the device where w is. On a host it takes at most 64 MiB beside w and the result. NVFP4 reads w twice, for
         its largest magnitude first. On a GPU rows of w that are not contiguous, or whose 16-byte pieces or blocks are
         not whole, are read value by value.
 

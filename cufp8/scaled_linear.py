@@ -9,7 +9,7 @@ import numpy as np
 
 from cufp8 import activations, interop, kernels, matmul, runtime
 from cufp8.activations import quantize_activations
-from cufp8.formats import FLOATS, SCHEMES
+from cufp8.formats import FLOATS, SCHEMES, Scheme
 from cufp8.kernels import SCALED_FORMATS, ScaledProblem, pick
 from cufp8.linear import Linear
 from cufp8.matmul import scaled_mm
@@ -24,8 +24,11 @@ class ScaledLinear(Linear):
     The codes stay in the standard layout, on a GPU in rows that start on 16 bytes.
     """
 
-    _quantizes_x = True
     _observed: list[float] | None = None  # while `calibrate` runs: the scale of each call's x, 0 where x is all zeros
+
+    @staticmethod
+    def _computes(row: Scheme) -> bool:
+        return row.x_block is not None and not row.x_in_blocks
 
     def _set_x(self, input_scale: Any, fast_accum: bool) -> None:
         row = SCHEMES[self.scheme]
@@ -38,13 +41,19 @@ class ScaledLinear(Linear):
 
     @property
     def input_scale(self) -> float | None:
-        """Of FP8: what the codes of x are multiplied with, a float32 number; None until it is known."""
+        """What the codes of x are multiplied with, a float32 number.
+
+        Of FP8, None until it is known; of NVFP4, where it is the global scale, None if each token has its own.
+        """
         return self._input_scale
 
     @input_scale.setter
     def input_scale(self, given: Any) -> None:
-        if not self._static:
-            raise ValueError(f"Linear: an input_scale was given, and {self.scheme} finds it in each call; FP8 has one.")
+        row = SCHEMES[self.scheme]
+        if not row.takes_input_scale:
+            raise ValueError(
+                f"Linear: an input_scale was given, and {self.scheme} finds it in each call; FP8 and NVFP4 have one."
+            )
         if isinstance(given, (int, float, np.floating)):
             with np.errstate(over="ignore", under="ignore"):
                 value = np.float32(given)
@@ -58,6 +67,8 @@ class ScaledLinear(Linear):
             value = a.reshape(())[()]
         if not (np.isfinite(value) and value > 0):
             raise ValueError(f"Linear: input_scale is {value} as float32; needed is finite and above 0.")
+        if row.global_scale and value > activations.FACTOR_MOST:
+            raise ValueError(f"Linear: input_scale is {value} as float32; {self.scheme} needs at most 2^125.")
         self._input_scale = float(value)
         self._plans.clear()
 
@@ -175,6 +186,25 @@ class ScaledLinear(Linear):
         else:
             q = self._observe(x)
         return scaled_mm(q, self._weight, bias=self.bias, out_dtype=dtype, fast_accum=self.fast_accum)
+
+
+class BlockScaledLinear(ScaledLinear):
+    """What `Linear` makes for schemes whose x has block scales, as the weight has. On the host alone."""
+
+    @staticmethod
+    def _computes(row: Scheme) -> bool:
+        return row.x_in_blocks
+
+    def _set_x(self, input_scale: Any, fast_accum: bool) -> None:
+        Linear._set_x(self, None, fast_accum)
+        super()._set_x(input_scale, False)
+
+    def _multiply_host(self, x: np.ndarray, dtype: str) -> np.ndarray:
+        row = SCHEMES[self.scheme]
+        q = quantize_activations(
+            x, block=row.x_block, dtype=row.dtype, scale_dtype=row.scale_dtype, global_scale=self.input_scale
+        )
+        return matmul.on_host(q, self._weight, self.bias, dtype)
 
 
 def _pitch(k: int) -> int:

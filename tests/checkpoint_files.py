@@ -288,6 +288,8 @@ def families(w: np.ndarray | None = None) -> dict[str, Made]:
     mx_values = blocks.FP4_VALUES[blocks.unpack(q.codes, k)] * spread(power(q.scale), n, k, 1, 32)
     add("ct_mxfp4", "compressed-tensors MXFP4", "MXFP4A16", {".weight_packed": packed, ".weight_scale": exponents},
         mx_values, config=_ct("mxfp4-pack-quantized", mx4, None))  # fmt: skip
+    add("ct_mxfp4_both", "compressed-tensors MXFP4", "MXFP4", {".weight_packed": packed, ".weight_scale": exponents},
+        mx_values, config=_ct("mxfp4-pack-quantized", mx4, {**mx4, "dynamic": True}))  # fmt: skip
     typed = ("F8_E8M0", *exponents[1:])
     add("mxfp4_typed", "MXFP4", "MXFP4A16", {".weight": ("F4", (n, k), packed[2]), ".weight_scale": typed}, mx_values)
     add("deepseek_v4_expert", "DeepSeek-V4 FP4", "MXFP4_FP8", {".weight": ("I8", *packed[1:]), ".scale": typed},

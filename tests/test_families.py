@@ -17,6 +17,7 @@ from test_matmul import acc_of
 import cufp8
 from cufp8.checkpoint import CheckpointError, check, families
 from cufp8.checkpoint.families import FAMILIES, ROLES
+from cufp8.formats import SCHEMES
 
 MADE = files.families()
 NAMES = sorted(MADE)
@@ -110,6 +111,11 @@ def test_declared_activations(tmp_path: Path, rng: np.random.Generator, name: st
         bias = None if entry.bias is None else entry.bias.astype(np.float32)
         np.testing.assert_array_equal(layer(x), cufp8.scaled_mm(q, entry.weight, bias=bias, out_dtype="float32"))
         return
+    if made.declared in SCHEMES and name != "fbgemm_fp8":  # test_block_activations_linear.py tells what it computes
+        layer = entry.linear(activations="declared")
+        assert layer.scheme == made.declared and layer.device == "cpu"
+        assert layer.input_scale == (pytest.approx(0.001) if made.declared == "NVFP4" else None)
+        return
     with pytest.raises(ValueError, match=f"is made for {made.declared}, .* no layer .* yet; .*'16bit'.*{entry.scheme}"):
         entry.linear(activations="declared")
     with pytest.raises(ValueError, match="activations is 'fp8'; allowed are '16bit' and 'declared'"):
@@ -167,7 +173,9 @@ def test_family_on_a_gpu(tmp_path: Path, rng: np.random.Generator, name: str, x_
             try:
                 layer = there[module].linear(activations=activations)
             except ValueError as refused:
-                assert activations == "declared" and "no layer quantises yet" in str(refused)
+                in_blocks = there[module].declared in ("NVFP4", "MXFP4", "MXFP8")
+                assert activations == "declared"
+                assert ("on a GPU yet" if in_blocks else "no layer quantises yet") in str(refused)
                 continue
             on_cpu = here[module].linear(activations=activations)
             assert layer.device.startswith("cuda") and layer.scheme == on_cpu.scheme

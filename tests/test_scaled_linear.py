@@ -298,7 +298,7 @@ def test_forms_of_an_input_scale(rng: np.random.Generator) -> None:
 def test_options_that_a_scheme_has_not(rng: np.random.Generator) -> None:
     w = floats(rng, (3, 4))
     for scheme, wrong, text in (
-        ("FP8A16", {"input_scale": 0.1}, "an input_scale was given, and FP8A16 has none; FP8 has"),
+        ("FP8A16", {"input_scale": 0.1}, "an input_scale was given, and FP8A16 has none; FP8 and NVFP4 have"),
         ("FP8A16", {"fast_accum": True}, "fast_accum was set, and FP8A16 has none; FP8_DYNAMIC and FP8 have"),
         ("FP8_DYNAMIC", {"input_scale": 0.1}, "input_scale was given, and FP8_DYNAMIC finds it in each call"),
         ("FP8_DYNAMIC", {"batch_invariant": True}, "batch_invariant was set, and FP8_DYNAMIC has none"),
@@ -456,8 +456,8 @@ def test_calibration_that_fails_changes_nothing(rng: np.random.Generator) -> Non
 
 def test_schemes_say_how_x_is_quantised() -> None:
     for name, row in SCHEMES.items():
-        assert (row.x_block is not None) == (name in QUANTISING)
-        assert row.x_block is None or row.x_block in kernels.SCALINGS
+        assert (row.x_block is not None and not row.x_in_blocks) == (name in QUANTISING)
+        assert row.x_block is None or row.x_in_blocks or row.x_block in kernels.SCALINGS
         assert not row.x_static or row.x_block == (-1, -1)
 
 

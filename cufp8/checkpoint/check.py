@@ -14,7 +14,7 @@ import numpy as np
 
 from cufp8.checkpoint.families import E8M0, FLOAT, QUANTISED, ROLES, expression, fault_of, global_factor, split
 from cufp8.checkpoint.file import CheckpointError, Stored
-from cufp8.checkpoint.reader import STATIC, Checkpoint, Entry, load
+from cufp8.checkpoint.reader import Checkpoint, Entry, load
 from cufp8.formats import FORMATS
 
 SEVERITIES = ("error", "warning", "note")
@@ -162,7 +162,7 @@ def _contradictions(entry: Entry, checkpoint: Checkpoint) -> Iterator[Finding]:
         yield _finding("warning", codes, what + family.base, "correct the config; cufp8 goes by the tensors")
     needs = entry.declared
     inputs = family.inputs or ".input_scale"
-    if said is not None and needs in STATIC and inputs not in entry.tensors:
+    if said is not None and entry.static and inputs not in entry.tensors:
         name = entry.module + inputs
         what = f"is missing, but {needs} quantises activations by it"
         yield _finding("error", codes, what, "get it, or use activations='16bit', which needs none", name=name)

@@ -300,15 +300,27 @@ class Config:
     def _groups(self) -> list[dict[str, Any]]:
         return [_dict(group) for group in _dict(self.content.get("config_groups")).values()]
 
+    def _group(self, module: str) -> dict[str, Any]:
+        """What compressed-tensors' config says about a module; {} if nothing."""
+        groups = self._groups
+        named = [g for g in groups if any(_matches(module, target) for target in _list(g.get("targets")))]
+        # Else by the class of the module, which is in no file: that of a layer with a weight [N, K].
+        named = named or [g for g in groups if "Linear" in _list(g.get("targets"))] or groups
+        return named[0] if named else {}
+
+    def scales_by_token(self, module: str) -> bool:
+        """Whether NVFP4's global scale of activations is found in each call, so that no file has it.
+
+        compressed-tensors' `"dynamic": true`; with "local" the scales of blocks are found alone.
+        """
+        inputs = _dict(self._group(module).get("input_activations")) if self.method == _CT else {}
+        return self.scheme(module) == "NVFP4" and inputs.get("dynamic") is True
+
     def scheme(self, module: str) -> str | None:
         """The scheme that the config names for a module, as compressed-tensors calls it; None: it does not say."""
         content = self.content
         if self.method == _CT:
-            groups = self._groups
-            named = [g for g in groups if any(_matches(module, target) for target in _list(g.get("targets")))]
-            # Else by the class of the module, which is in no file: that of a layer with a weight [N, K].
-            named = named or [g for g in groups if "Linear" in _list(g.get("targets"))] or groups
-            return _group_scheme(named[0]) if named else None
+            return _group_scheme(self._group(module))
         if self.method == _MODELOPT:
             layers = _dict(content.get("quantized_layers"))
             name = module

@@ -18,6 +18,7 @@ from cufp8.checkpoint.families import (
     Match,
     build,
     experts_in,
+    global_factor,
     is_evidence,
     recognise,
     split,
@@ -93,6 +94,11 @@ class Entry:
         return {"FP8": "FP8_DYNAMIC", "NVFP4": "NVFP4A16", "MXFP4": "MXFP4A16"}.get(family.base, family.base)
 
     @property
+    def static(self) -> bool:
+        """Whether the declared scheme quantises activations by a scale that belongs in the files; raises as `match`."""
+        return self.declared in STATIC and not self._config.scales_by_token(self.module)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its tensors in the files; of experts in one tensor its share."""
         return sum(t.nbytes for t in self.tensors.values()) // (1 if self.expert is None else self.match.experts)
@@ -149,14 +155,14 @@ class Entry:
         CheckpointError
             As `weight`; or if the declared scheme needs a scale of the activations that is not there.
         ValueError
-            If activations is neither; if no layer computes the declared scheme; if no kernel serves the weight there.
+            If activations is neither; if no layer computes the declared scheme; if no kernel serves it there.
         """
         if activations not in ("16bit", "declared"):
             raise ValueError(f"linear: activations is {activations!r}; allowed are '16bit' and 'declared'.")
         options: dict[str, Any] = {}
         if activations == "declared":
             scheme, inputs = self.declared, self.match.family.inputs or ".input_scale"
-            if scheme in STATIC and inputs not in self.tensors:
+            if self.static and inputs not in self.tensors:
                 raise CheckpointError(f"module {self.name!r}: {scheme} needs {self.module}{inputs}, which is missing.")
             if scheme not in SCHEMES or inputs == UPPER_BOUND:
                 raise ValueError(
@@ -164,15 +170,14 @@ class Entry:
                     f"activations='16bit', which computes {self.scheme}."
                 )
             options["scheme"] = scheme
-            if SCHEMES[scheme].x_static:
+            if self.static:
                 options["input_scale"] = self._input_scale(self.tensors[inputs])
-        bias, device = self.bias, _place(self._device, _ON_HOST)
+        bias, device = self.bias, _place(self._device, _ON_HOST, options.get("scheme", self.scheme))
         weight = build(self.match, self.tensors, self.expert, device)
         return Linear.from_quantized(weight, bias, device=device, _ordered=True, **options)
 
-    @staticmethod
-    def _input_scale(stored: Stored) -> float:
-        """The scale of the activations, which multiplies their codes."""
+    def _input_scale(self, stored: Stored) -> float:
+        """The scale of the activations, which multiplies their codes: the stored one, or its inverse."""
         if stored.dtype not in (*FLOAT, "F64") or stored.array.size != 1:
             need = f"{', '.join(FLOAT)} or F64 of one element"
             raise wrong(stored, f"is {stored.dtype} {list(stored.shape)}; needed is {need}")
@@ -180,7 +185,7 @@ class Entry:
             scale = np.float32(stored.array.reshape(())[()])
         if not (np.isfinite(scale) and scale > 0):
             raise wrong(stored, f"is {scale} as float32; needed is finite and above 0")
-        return float(scale)
+        return float(global_factor(self.match.family, stored)[0] if self.match.family.divides else scale)
 
     def __repr__(self) -> str:
         try:
