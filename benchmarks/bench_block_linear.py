@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import rivals
+from bench_linear import LLAMA_SHAPES
 
 import cufp8
 from cufp8.bench import linear
@@ -50,17 +51,7 @@ FORMATS: dict[str, Callable[[Any], cufp8.QuantizedTensor]] = {
     **{scheme: partial(cufp8.quantize, scheme=scheme) for scheme in ("NVFP4A16", "MXFP4A16", "MXFP8A16")},
     "FP8A16 128x128": by_blocks,
 }
-SHAPES = [
-    (4096, 4096),
-    (6144, 4096),
-    (14336, 4096),
-    (4096, 14336),
-    (8192, 8192),
-    (28672, 8192),
-    (8192, 28672),
-    (2880, 2880),
-    (5760, 2880),
-]
+SHAPES = [*LLAMA_SHAPES, (2880, 2880), (5760, 2880)]
 ROWS = [1, 8, 16, 32, 64, 128, 256, 1024]
 HALF_SHAPES, HALF_ROWS = [(14336, 4096), (5760, 2880)], [1, 16, 64, 256]
 HUMMING_SHAPES, HUMMING_SCHEMES = [(4096, 4096), (14336, 4096), (28672, 8192)], ["NVFP4A16", "MXFP4A16"]

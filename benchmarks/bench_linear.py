@@ -15,17 +15,8 @@ import rivals
 from cufp8.bench import linear
 from cufp8.bench.results import EAGER, OURS, TORCH
 
-SHAPES = [
-    (4096, 4096),
-    (6144, 4096),
-    (14336, 4096),
-    (4096, 14336),
-    (8192, 8192),
-    (28672, 8192),
-    (8192, 28672),
-    (1024, 8192),
-    (151936, 4096),
-]
+LLAMA_SHAPES = [(4096, 4096), (6144, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672)]
+SHAPES = [*LLAMA_SHAPES, (1024, 8192), (151936, 4096)]
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096]
 WAYS = ["cufp8-nopdl", "cufp8-invariant"]
 WAYS_ROWS = [1, 8, 32, 256]

@@ -17,6 +17,8 @@ import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
+from test_interop import gpu_maker, gpu_torch, libraries
+from test_quantize import late_copy
 
 import cufp8
 from cufp8 import activations as activations_module
@@ -1202,13 +1204,10 @@ def test_device_capture_in_cupy(rng: np.random.Generator, x_dtype: str, k: int) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
 def test_device_capture_in_torch(rng: np.random.Generator, x_dtype: str) -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
+    torch, into = gpu_torch(), gpu_maker("torch")
     k = 1024
     w, scale = np.ones(k, kind_of(x_dtype)), F32([0.03])
-    into = lambda a: torch.from_numpy(a.astype(F32)).to("cuda", getattr(torch, x_dtype))  # noqa: E731
-    host, there = calls(w, float(scale[0])), calls(into(w), torch.from_numpy(scale).cuda())
+    host, there = calls(w, float(scale[0])), calls(into(w), into(scale))
     x = into(activations(rng, 9, k, dtype=x_dtype))
     for call in there.values():
         call(x)
@@ -1273,11 +1272,7 @@ def test_device_on_a_stream_of_its_own(rng: np.random.Generator) -> None:
     x = activations(rng, 2000, 3000, dtype="bfloat16")
     there = on_device(x)
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        late = cupy.zeros(x.shape, np.uint16)
-        for _ in range(200):  # keep the stream busy, so that reading too early would show
-            late += cupy.uint16(0)
-        late[...] = there.view(np.uint16)
-        q = quantize_activations(late.view(x.dtype))
+        q = quantize_activations(late_copy(there))
     stream.synchronize()
     assert_same(q, quantize_activations(x))
 
@@ -1286,33 +1281,25 @@ def test_device_on_a_stream_of_its_own(rng: np.random.Generator) -> None:
 @formats
 @blocks
 @x_dtypes
-def test_device_arrays_of_torch_and_jax(rng: np.random.Generator, dtype: str, block: tuple, x_dtype: str) -> None:
-    torch = pytest.importorskip("torch")
+@libraries
+def test_device_arrays_of_torch_and_jax(
+    rng: np.random.Generator, library: str, dtype: str, block: tuple, x_dtype: str
+) -> None:
+    into = gpu_maker(library)
     scale = 0.03 if block == TENSOR else None
     x = np.clip(activations(rng, 3, 4, 264, dtype=x_dtype), -60, 60).astype(kind_of(x_dtype))
     w = rng.standard_normal(264).astype(x.dtype)
-    makers = []
-    if torch.cuda.is_available():
-        makers.append(lambda a: torch.from_numpy(a.astype(F32)).to("cuda", getattr(torch, x_dtype)))
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() == "gpu":
-        makers.append(jax.device_put)
-    if not makers:
-        pytest.skip("neither torch nor JAX has CUDA here")
     options = {"block": block, "dtype": dtype, "scale": scale}
-    for into in makers:
-        there = into(x)
-        assert_same(quantize_activations(there, **options), quantize_activations(x, **options))
-        assert_same(silu_mul_quantize(there, **options), silu_mul_quantize(x, **options))
-        q, h = rms_norm_quantize(there, into(w), 1e-6, there, **options)
-        wanted, total = rms_norm_quantize(x, w, 1e-6, x, **options)
-        assert_same(q, wanted)
-        assert type(h) is type(there) and h.dtype == there.dtype and tuple(h.shape) == x.shape
-        np.testing.assert_array_equal(reference.to_float64(h), total.astype(np.float64))
-    if torch.cuda.is_available():
-        t = makers[0](x)
-        for view in (lambda a: a.swapaxes(0, 1), lambda a: a[..., 3:-5], lambda a: a[:, 1]):
-            assert_same(quantize_activations(view(t), **options), quantize_activations(view(x), **options))
+    there = into(x)
+    assert_same(quantize_activations(there, **options), quantize_activations(x, **options))
+    assert_same(silu_mul_quantize(there, **options), silu_mul_quantize(x, **options))
+    q, h = rms_norm_quantize(there, into(w), 1e-6, there, **options)
+    wanted, total = rms_norm_quantize(x, w, 1e-6, x, **options)
+    assert_same(q, wanted)
+    assert type(h) is type(there) and h.dtype == there.dtype and tuple(h.shape) == x.shape
+    np.testing.assert_array_equal(reference.to_float64(h), total.astype(np.float64))
+    for view in (lambda a: a.swapaxes(0, 1), lambda a: a[..., 3:-5], lambda a: a[:, 1]):
+        assert_same(quantize_activations(view(there), **options), quantize_activations(view(x), **options))
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import pytest
 import reference
 import reference_blocks as blocks
 from test_kernels import targets
-from test_linear import Cases, assert_same_bits, choosing, floats
+from test_linear import Cases, assert_same_bits, choosing, floats, named
 
 import cufp8
 from cufp8 import kernels, linear, runtime
@@ -381,14 +380,6 @@ def test_every_row_against_float64(
                     for name, y in by_every_row(layer, there[:m], poison).items():
                         with named(name):
                             reference.assert_scaled_close(y, (ref[:m], mag[:m]), x_dtype, acc_of(x_dtype))
-
-
-@contextlib.contextmanager
-def named(name: str) -> Iterator[None]:
-    try:
-        yield
-    except AssertionError as error:
-        raise AssertionError(f"{name}: {error}") from None
 
 
 @pytest.mark.gpu

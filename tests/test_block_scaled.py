@@ -132,10 +132,15 @@ def with_neighbours(a: Any) -> np.ndarray:
     return a[np.isfinite(a)]
 
 
+def codes_and_ties(magnitudes: Any, ties: Any) -> np.ndarray:
+    """Those values and the ties with their neighbours, of both signs, float32."""
+    values = np.concatenate([magnitudes, with_neighbours(ties)]).astype(F32)
+    return np.concatenate([values, -values])
+
+
 @pytest.mark.parametrize("exponent", [0, 5, -100, -117, 100])
 def test_every_e2m1_code_and_tie(exponent: int) -> None:
-    values = np.concatenate([blocks.E2M1, with_neighbours(blocks.E2M1_TIES), [5.5]]).astype(F32)
-    values = np.concatenate([values, -values])
+    values = codes_and_ties([*blocks.E2M1, 5.5], blocks.E2M1_TIES)
     want = np.array([nearest(v, blocks.E2M1) for v in values], np.uint8)
     assert set(want) == set(range(16))
     # Each block of 16 ends in a 6, so that its scale is 2^exponent; for NVFP4 one value is 448 times as much.

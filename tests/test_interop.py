@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -439,6 +440,17 @@ def gpu_jax() -> Any:
     if jax.default_backend() != "gpu":
         pytest.skip("this JAX has no CUDA")
     return jax
+
+
+def gpu_maker(library: str) -> Callable[[np.ndarray], Any]:
+    """What takes an array of NumPy to the GPU as one of "torch" or "JAX", of the same dtype."""
+    if library == "JAX":
+        return gpu_jax().device_put
+    torch = gpu_torch()
+    return lambda a: torch.from_numpy(a.astype(np.float64)).to("cuda", getattr(torch, a.dtype.name))
+
+
+libraries = pytest.mark.parametrize("library", ["torch", "JAX"])
 
 
 @pytest.mark.gpu

@@ -387,10 +387,13 @@ def rows_here() -> tuple[str, ...]:
     return ROWS if arch.wgmma else ROWS[:2] if arch.cc >= (8, 0) else ROWS[:1]
 
 
-def need(name: str | None) -> None:
-    """Skip the test where the GPU has no kernel of that name."""
+def need(name: str | None, entry: str | None = None) -> None:
+    """Skip the test where the GPU has no kernel of that name, or not that entry of it."""
     if name is not None and name not in rows_here():
-        pytest.skip("this GPU has no such kernel")
+        pytest.skip(f"this GPU has no {name}")
+    arch = kernels.arch_of(runtime.target().arch)
+    if entry is not None and entry not in runtime.row(f"{name}_e4m3_e4m3").entries(arch):
+        pytest.skip(f"this GPU has no {entry}")
 
 
 def tokens_for(name: str | None, *tokens: int) -> list[int]:
@@ -591,11 +594,7 @@ def test_few_tokens(rng: np.random.Generator, poison: Any, m: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "units"), kernels._SCALED_ASYNC_SHAPES)
 def test_warps_and_units_of_few_tokens(rng: np.random.Generator, poison: Any, tokens: int, units: int) -> None:
-    need("scaled_async")
-    if f"scaled_async_{tokens}_{units}" not in runtime.row("scaled_async_e4m3_e4m3").entries(
-        ARCHS[runtime.target().arch]
-    ):
-        pytest.skip("this GPU has no such kernel")
+    need("scaled_async", f"scaled_async_{tokens}_{units}")
     for warps, (m, n, k), early in itertools.product(
         (1, 2, 3, 5, 8, 16), ((tokens, 1000, 1040), (tokens - 3, 77, 4104), (tokens, 40, 128)), (False, True)
     ):

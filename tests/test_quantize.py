@@ -16,6 +16,7 @@ import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
+from test_interop import gpu_maker
 
 import cufp8
 
@@ -666,6 +667,17 @@ def on_device(w: np.ndarray) -> Any:
     return cupy.asarray(w)
 
 
+def late_copy(there: Any) -> Any:
+    """A copy of an array of CuPy that the current stream makes after much else, so that reading it too early shows."""
+    import cupy
+
+    late = cupy.zeros(there.shape, f"u{there.itemsize}")
+    for _ in range(200):
+        late += late.dtype.type(0)
+    late[...] = there.view(late.dtype)
+    return late.view(there.dtype)
+
+
 def check_on_device(w: np.ndarray, view: Any = lambda array: array) -> cufp8.QuantizedTensor:
     """Quantise a view of w on the device; codes, scales and their place must be right."""
     import cupy
@@ -916,13 +928,9 @@ def test_device_quantiser_on_a_stream_of_its_own(rng: np.random.Generator) -> No
     import cupy
 
     w = weights(rng, 2000, 3001)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        late = cupy.zeros_like(on_device(w))
-        for _ in range(200):  # keep the stream busy, so that reading too early would show
-            late += cupy.float32(0)
-        late[...] = on_device(w)
-        q = cufp8.quantize(late)
+    there = on_device(w)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        q = cufp8.quantize(late_copy(there))
     stream.synchronize()
     assert_bits(q, *reference.quantize(w))
 
@@ -930,11 +938,9 @@ def test_device_quantiser_on_a_stream_of_its_own(rng: np.random.Generator) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torch_tensors_on_the_gpu(rng: np.random.Generator, dtype: str) -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
+    into = gpu_maker("torch")
     w = weights(rng, 65, 259, dtype)
-    t = torch.from_numpy(w.astype(np.float64)).to("cuda", getattr(torch, dtype))
+    t = into(w)
     assert_bits(cufp8.quantize(t), *reference.quantize(w))
     assert_bits(cufp8.quantize(t.T), *reference.quantize(w.T))
     assert_bits(cufp8.quantize(t[3:, 1:]), *reference.quantize(w[3:, 1:]))
@@ -943,11 +949,9 @@ def test_torch_tensors_on_the_gpu(rng: np.random.Generator, dtype: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 def test_jax_arrays_on_the_gpu(rng: np.random.Generator, dtype: str) -> None:
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() != "gpu":
-        pytest.skip("this JAX has no CUDA")
+    into = gpu_maker("JAX")
     w = weights(rng, 65, 259, dtype)
-    assert_bits(cufp8.quantize(jax.device_put(w)), *reference.quantize(w))
+    assert_bits(cufp8.quantize(into(w)), *reference.quantize(w))
 
 
 @pytest.mark.gpu

@@ -13,8 +13,9 @@ import pytest
 import reference
 import reference_blocks as blocks
 from test_activations import NAN, activations, on_device
-from test_block_scaled import CASES, DATA, NV, any_float, assert_same, gaussian, nearest, with_neighbours
-from test_quantize import DTYPES, LAYOUTS, assert_tells, kind_of
+from test_block_scaled import CASES, DATA, NV, any_float, assert_same, codes_and_ties, gaussian, nearest
+from test_interop import gpu_maker, libraries
+from test_quantize import DTYPES, LAYOUTS, assert_tells, kind_of, late_copy
 
 import cufp8
 from cufp8 import activations as activations_module
@@ -104,8 +105,7 @@ def test_zeros_keep_their_sign(kind: str) -> None:
 
 @pytest.mark.parametrize("exponent", [0, 5, -100, -117, 100])
 def test_every_e2m1_code_and_tie(exponent: int) -> None:
-    values = np.concatenate([blocks.E2M1, with_neighbours(blocks.E2M1_TIES), [5.5]]).astype(F32)
-    values = np.concatenate([values, -values])
+    values = codes_and_ties([*blocks.E2M1, 5.5], blocks.E2M1_TIES)
     codes = np.array([nearest(v, blocks.E2M1) for v in values], np.uint8)
     assert set(codes) == set(range(16))
     for kind, size, largest in (("NVFP4", 16, 2688), ("MXFP4", 32, 6)):
@@ -122,8 +122,7 @@ def test_every_e2m1_code_and_tie(exponent: int) -> None:
 @pytest.mark.parametrize("exponent", [0, -60, 60])
 def test_every_fp8_code_and_tie(kind: str, exponent: int) -> None:
     element = reference.ELEMENTS[KINDS[kind][0]]
-    values = np.concatenate([np.array(element.magnitudes) * element.unit, with_neighbours(element.ties)]).astype(F32)
-    values = np.concatenate([values, -values])
+    values = codes_and_ties(np.array(element.magnitudes) * element.unit, element.ties)
     x = np.full((values.size, 32), element.max, F32)
     x[:, 7] = values
     q = check(x * F32(2.0**exponent), kind)
@@ -406,8 +405,7 @@ def test_device_strides(rng: np.random.Generator, layout: str, scheme: str, rule
 @pytest.mark.gpu
 @pytest.mark.parametrize("exponent", [0, 5, -60, -100, -117, 60, 100])
 def test_device_every_e2m1_code_and_tie(rng: np.random.Generator, exponent: int) -> None:
-    values = np.concatenate([blocks.E2M1, with_neighbours(blocks.E2M1_TIES), [5.5]]).astype(F32)
-    values = np.concatenate([values, -values])
+    values = codes_and_ties([*blocks.E2M1, 5.5], blocks.E2M1_TIES)
     for scheme, size, largest in ((NV, 16, 2688), ("MXFP4A16", 32, 6)):
         w = np.full((values.size, size), 6, F32)
         w[np.arange(values.size), rng.integers(0, size, values.size)] = values
@@ -422,8 +420,7 @@ def test_device_every_e2m1_code_and_tie(rng: np.random.Generator, exponent: int)
 @pytest.mark.parametrize("exponent", [0, -60, 60])
 def test_device_every_fp8_code_and_tie(kind: str, exponent: int) -> None:
     element = reference.ELEMENTS[KINDS[kind][0]]
-    values = np.concatenate([np.array(element.magnitudes) * element.unit, with_neighbours(element.ties)]).astype(F32)
-    values = np.concatenate([values, -values])
+    values = codes_and_ties(np.array(element.magnitudes) * element.unit, element.ties)
     x = np.full((values.size, 32), element.max, F32)
     x[np.arange(values.size), np.arange(values.size) % 32] = values
     token_on_device(x * F32(2.0**exponent), kind)
@@ -645,12 +642,9 @@ def test_device_on_a_stream_of_its_own(rng: np.random.Generator) -> None:
     x = activations(rng, 2000, 3008, dtype="bfloat16")
     there = on_device(x)
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        late = cupy.zeros(x.shape, np.uint16)
-        for _ in range(200):  # keep the stream busy, so that reading too early would show
-            late += cupy.uint16(0)
-        late[...] = there.view(np.uint16)
-        tokens = {kind: quantize(late.view(x.dtype), kind) for kind in KINDS}
-        weight = cufp8.quantize(late.view(x.dtype), NV)
+        late = late_copy(there)
+        tokens = {kind: quantize(late, kind) for kind in KINDS}
+        weight = cufp8.quantize(late, NV)
     stream.synchronize()
     assert_bits(weight, cufp8.quantize(x, NV))
     for kind, q in tokens.items():
@@ -659,24 +653,16 @@ def test_device_on_a_stream_of_its_own(rng: np.random.Generator) -> None:
 
 @pytest.mark.gpu
 @x_dtypes
-def test_device_arrays_of_torch_and_jax(rng: np.random.Generator, x_dtype: str) -> None:
-    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
-    x = activations(rng, 12, 288, dtype=x_dtype)
-    makers = []
-    if torch.cuda.is_available():
-        makers.append(lambda a: torch.from_numpy(a.astype(F32)).to("cuda", getattr(torch, x_dtype)))
-    if jax.default_backend() == "gpu":
-        makers.append(jax.device_put)
-    if not makers:
-        pytest.skip("neither torch nor JAX has CUDA here")
-    for into in makers:
-        for view in (lambda a: a, lambda a: a[3:, 1:], lambda a: a.T):
-            there = view(into(x))
-            for kind in KINDS:
-                assert_bits(quantize(there, kind), quantize(view(x), kind), kind)
-            for scheme, rule in CASES:
-                q = cufp8.quantize(there, scheme, e8m0=rule)
-                assert_bits(q, cufp8.quantize(view(x), scheme, e8m0=rule), scheme)
+@libraries
+def test_device_arrays_of_torch_and_jax(rng: np.random.Generator, library: str, x_dtype: str) -> None:
+    into, x = gpu_maker(library), activations(rng, 12, 288, dtype=x_dtype)
+    for view in (lambda a: a, lambda a: a[3:, 1:], lambda a: a.T):
+        there = view(into(x))
+        for kind in KINDS:
+            assert_bits(quantize(there, kind), quantize(view(x), kind), kind)
+        for scheme, rule in CASES:
+            q = cufp8.quantize(there, scheme, e8m0=rule)
+            assert_bits(q, cufp8.quantize(view(x), scheme, e8m0=rule), scheme)
 
 
 @pytest.mark.gpu
