@@ -195,8 +195,8 @@ LINEAR_ARGS = struct.Struct("@PPPPPqqiiiiiiiiixxxx")
 TENSOR_MAP_BYTES = 128
 TILE_ARGS = struct.Struct(f"{LINEAR_ARGS.format}iiiii12x{TENSOR_MAP_BYTES}s")
 # a b, scale a b, bias y workspace, strides of a b y, then m n k out, scales' steps of a b, aligned whole weights,
-# stages split, tile sums early shared, and the tensor maps of a b
-SCALED_ARGS = struct.Struct("@PPPPPPPqqqiiiiiiiiiiiiiii52x" + f"{TENSOR_MAP_BYTES}s" * 2)
+# stages split, tile sums early shared, and the tensor maps of a b y
+SCALED_ARGS = struct.Struct("@PPPPPPPqqqiiiiiiiiiiiiiii52x" + f"{TENSOR_MAP_BYTES}s" * 3)
 QUANTIZE_ARGS = struct.Struct("@PPPPqqqq")  # w codes scale status, strides n k, pitch, k
 # x second residual sum codes scale given, strides and steps, then m k value eps 1/k found mode e5m2
 ACTIVATION_ARGS = struct.Struct("@PPPPPPPqqqqqqqiifffiii")
@@ -338,7 +338,7 @@ class Launch:
     smem_bytes: int = 0  # dynamic shared memory
     fields: tuple[int, ...] = ()  # of the argument block after those of LINEAR_ARGS
     box: int = 0  # rows of x that a copy by a tensor map brings; 0: the kernel takes no map
-    boxes: tuple[int, int] = (0, 0)  # rows of a and b that copies by tensor maps bring, of a kernel of scaled.cuh
+    boxes: tuple[int, int, int] = (0, 0, 0)  # rows of a, b, y in a copy by a tensor map, of a kernel of scaled.cuh
     workspace: int = 0  # bytes on the GPU that its blocks need to give each other sums
 
 
@@ -666,7 +666,7 @@ SCALED_FORMATS = {  # of a and b -> how rows and files call them
 SCALED_STEP = 128  # of k: bytes of a row that a stage has
 SCALED_TILE = 256  # tokens and channels of a cluster in scaled_wgmma.cu
 _SCALED_STAGE = 3 * 128 * SCALED_STEP
-WGMMA_TAIL_BYTES = 2 * (4 * 2 * 16 * 128 + 128 * 8)
+WGMMA_TAIL_BYTES = 2 * 64 * 512 + 2 * (256 * 8 + 128 * 4) + 64  # y, scales and bias, barriers
 FLAG_BYTES = 4096  # of the workspace of scaled_wgmma.cu, before the sums
 # Entries of scaled_few.cu: tokens of a block, its channels at most, whether sums stay in the tensor cores' registers ->
 # blocks, of this launch and the next, whose registers fit a multiprocessor.
@@ -682,7 +682,7 @@ _FEW_OWN_SUMS = 32  # to so many tokens the sums have memory of their own
 
 # On an H200: ns of a step of a tile of scaled_wgmma.cu, with sums in the tensor cores' registers and without; of its
 # begin and of a tile's end; of giving sums to another cluster and of taking them.
-_WGMMA_STEP_NS, _TILE_NS, _PARTS_NS, _PART_NS = {True: 780, False: 940}, 2000, 5000, 2000
+_WGMMA_STEP_NS, _TILE_NS, _PARTS_NS, _PART_NS = {True: 780, False: 865}, 2000, 5000, 2000
 # Of scaled_few.cu, on an H200: ns of a step at least, of products of 256 channels and 128 tokens, of a block's begin
 # and end, and of adding up the sums of a cluster; bytes a ns that memory gives to all blocks, L2 to a multiprocessor.
 _FEW_STEP_NS, _FEW_PRODUCT_NS, _FEW_END_NS, _SUMS_NS = 250, {True: 700, False: 1000}, 4000, 3000
@@ -771,7 +771,7 @@ def scaled_wgmma_launch(target: Target, p: ScaledProblem, clusters: int, shared:
     stages = (target.smem_bytes - WGMMA_TAIL_BYTES) // (_SCALED_STAGE + 16)
     return Launch(
         f"scaled_wgmma_{'fast' if p.fast_accum else 'promoted'}", (2 * clusters, 1, 1), 384, 2, stages,
-        stages * (_SCALED_STAGE + 16) + WGMMA_TAIL_BYTES, (0, 0, 1, shared), boxes=(128, 128),
+        stages * (_SCALED_STAGE + 16) + WGMMA_TAIL_BYTES, (0, 0, 1, shared), boxes=(128, 128, 64),
         workspace=FLAG_BYTES + target.sms // 2 * SCALED_TILE**2 * 4 if shared else 0,
     )  # fmt: skip
 
@@ -837,7 +837,7 @@ def few_launch(
     return Launch(
         _few_entry(shape), (x, y, z), threads, split, stages,
         max(ring + own_sums + beyond, sums), (tile, ring if own_sums else 0, x * y * z <= target.sms * per_sm, 0),
-        boxes=(tokens, tile),
+        boxes=(tokens, tile, 0),
     )  # fmt: skip
 
 
@@ -876,11 +876,9 @@ def _scaled_rows() -> list[Kernel]:
             Kernel(
                 f"scaled_wgmma_{name}",
                 "scaled_wgmma.cu",
-                # BAND: tiles of tokens worked on together; LEAD: steps that one warpgroup is ahead of the other.
                 defines=(
                     *defines,
-                    ("BAND", 8),
-                    ("LEAD", 2),
+                    ("BAND", 8),  # tiles of tokens worked on together
                     ("WGMMA_TAIL_BYTES", WGMMA_TAIL_BYTES),
                     ("WORKSPACE_FLAG_BYTES", FLAG_BYTES),
                 ),

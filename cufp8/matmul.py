@@ -127,12 +127,12 @@ def _queue(
     (m, n, k), size = shape, _SIZES[out_dtype]
     (a_ptr, a_stride, scale_a, step_a), (b_ptr, b_stride, scale_b, step_b), (y_ptr, y_stride) = a, b, y
     whole = not (y_ptr | y_stride * size | n * size) & 15
-    maps = b"", b""
-    if launch.boxes[0]:
-        maps = (
-            runtime.tensor_map(a_ptr, m, k, a_stride, launch.boxes[0], 1),
-            runtime.tensor_map(b_ptr, n, k, b_stride, launch.boxes[1], 1),
-        )
+    of_a, of_b, of_y = launch.boxes
+    maps = (
+        runtime.tensor_map(a_ptr, m, k, a_stride, of_a, 1) if of_a else b"",
+        runtime.tensor_map(b_ptr, n, k, b_stride, of_b, 1) if of_b else b"",
+        runtime.tensor_map(y_ptr, m, n, y_stride, of_y, size) if of_y and whole else b"",
+    )
     workspace = launch.workspace and runtime.workspace(launcher.device, stream, launch.workspace)
     launcher(
         stream, a_ptr, b_ptr, scale_a, scale_b, bias, y_ptr, workspace, a_stride, b_stride, y_stride,

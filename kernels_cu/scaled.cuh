@@ -26,7 +26,7 @@ struct ScaledArgs {
     int sums;    // where in shared memory the sums of a cluster lie
     int early;   // the next kernel may start with this one; else when the one before is done
     int shared;  // the first so many tiles, whose steps along k are shared out
-    alignas(64) uint8_t a_map[128], b_map[128];
+    alignas(64) uint8_t a_map[128], b_map[128], y_map[128]; // of y where `whole`
 };
 static_assert(sizeof(ScaledArgs) == ARGS_BYTES, "ScaledArgs and kernels.SCALED_ARGS must agree");
 

@@ -1,22 +1,23 @@
 // y[m, n] = round(fmaf(scale_a[m] * sum_k a[m, k] * b[n, k], scale_b[n], bias[n])) by wgmma, sm_90a: for many tokens.
-// a and b codes by tensor maps, boxes of 128 rows and 128 of k, zeros past m, n, k; see scaled.cuh. A cluster of two blocks has tiles of 256 x 256, a block 128 tokens.
-// Sums stay in the tensor cores' registers (fast), or every 128 of k is added in float32 (promoted).
+// a and b codes by tensor maps, boxes of 128 rows and 128 of k, zeros past m, n, k; see scaled.cuh. A
+// cluster of two blocks has tiles of 256 x 256, a block 128 tokens. Sums stay in the tensor cores' registers (fast), or
+// every 128 of k is added in float32 (promoted).
 // Grid: as many clusters as fit, each takes tile after tile, down a band of BAND tiles of tokens, then along n; where
 // the tiles do not fill them evenly they share the steps of the first ones.
-// Block: two warpgroups that multiply, 64 x 256 each, and one of which a thread copies.
-// Shared memory, dynamic: `stages` x {a box of a, two of b, of which each block of a cluster copies one to both}; two
-// pieces of y of 8 KiB, and scales and bias of their channels, a warpgroup; the barriers. Rows lie as wgmma.cuh wants.
+// Block: two warpgroups that multiply, 64 x 256 each, and write what is finished to shared memory; of a third one a
+// thread copies a and b, a warp brings scales and bias, and two warps copy y out, each while the others go on.
+// Shared memory, dynamic: `stages` x {a box of a, two of b, of which each block of a cluster copies one to both}; what
+// Tail says; the barriers of the stages. Rows lie as wgmma.cuh wants.
 #include "fp8_wgmma.cuh"
 #include "scaled.cuh"
 #include "shared_copies.cuh"
 
 constexpr int BOX = 128, BOX_BYTES = BOX * 128, STAGE_BYTES = 3 * BOX_BYTES, TILE = 2 * BOX;
 constexpr int GROUPS = 2, GROUP = 128, THREADS = GROUP * (GROUPS + 1);
-constexpr int PIECE_ROWS = 16, PIECE_BYTES = PIECE_ROWS * 128, COLUMNS = BOX;
-constexpr int TAIL_BYTES = GROUPS * (4 * 2 * PIECE_BYTES + COLUMNS * 8); // after the ring
-constexpr int FLAG_BYTES = WORKSPACE_FLAG_BYTES;                         // of the workspace
-static_assert(TAIL_BYTES == WGMMA_TAIL_BYTES, "kernels.py has another size");
-constexpr int BOTH = 3; // blocks of a cluster, as bits
+constexpr int ROWS = BOX / GROUPS, Y_BOX_BYTES = ROWS * 128, Y_BOXES = 4; // tokens of a warpgroup, and boxes of its y
+constexpr int FLAG_BYTES = WORKSPACE_FLAG_BYTES;                          // of the workspace
+constexpr int BOTH = 3;                                                   // blocks of a cluster, as bits
+constexpr int TURN = 1 + GROUPS; // the number of the first warpgroup's barrier; those before are for Parts
 
 // The first token and the first channel of a cluster's tile.
 struct Tile {
@@ -32,121 +33,145 @@ struct Tile {
     }
 };
 
-// What a warp needs to store its part of y: 16 tokens by 256 channels, 128 bytes of each token at a time.
-struct Pieces {
-    const ScaledArgs &args;
-    int group, warp, lane; // the warp within its warpgroup
-    uint8_t *memory;       // two pieces
-    float2 *columns;       // of the warpgroup: scale and bias of half of a tile's channels
-    int count = 0;
+// Scales and bias of a block's part of a tile.
+struct Ends {
+    float2 columns[TILE];
+    float rows[BOX];
 
-    __device__ __forceinline__ void meet() const { bar_sync(1 + group, GROUP); }
-
-    // Scale and bias of a channel of each half of a tile.
-    __device__ __forceinline__ void load(float2 (&mine)[2], int channel) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const Channel c(args, channel + half * BOX + warp * 32 + lane);
-            mine[half] = make_float2(c.scale, c.bias);
+    __device__ __forceinline__ void load(const ScaledArgs &args, int token, int channel, int lane) {
+#pragma unroll 4
+        for (int i = lane; i < TILE; i += 32) {
+            const Channel c(args, channel + i);
+            columns[i] = make_float2(c.scale, c.bias);
         }
-    }
-
-    // The sums of `TILES` fragments, whose channels begin at `first` of the half.
-    template <int TILES, int OUT>
-    __device__ __forceinline__ void store(const float (*sum)[4], int token, int channel, int first,
-                                          const float (&scale_a)[2]) {
-        constexpr int SIZE = OUT == SCALED_F32 ? 4 : 2;
-        uint8_t *piece = memory + count++ % 2 * PIECE_BYTES; // what it held was read before the other one was written
-        float4 two[TILES]; // all at once, and so below: a warp waits for shared memory twice a piece
 #pragma unroll
-        for (int j = 0; j < TILES; ++j) two[j] = reinterpret_cast<const float4 *>(columns + first)[j * 4 + lane % 4];
-        const auto finish = [&](int j, float (&v)[4]) {
-#pragma unroll
-            for (int r = 0; r < 4; ++r)
-                v[r] = fmaf(sum[j][r] * scale_a[r / 2], r % 2 ? two[j].z : two[j].x, r % 2 ? two[j].w : two[j].y);
-        };
-        if constexpr (OUT != SCALED_F32) {
-            const int row = lane % 16; // of the matrix that this lane gives the address of
-#pragma unroll
-            for (int j = 0; j < TILES; j += 2) {
-                float v[2][4];
-                finish(j, v[0]), finish(j + 1, v[1]);
-                const uint4 matrices = make_uint4(two_of<OUT>(v[0][0], v[0][1]), two_of<OUT>(v[0][2], v[0][3]),
-                                                  two_of<OUT>(v[1][0], v[1][1]), two_of<OUT>(v[1][2], v[1][3]));
-                stmatrix_x4(smem_address(piece) + row * 128 + ((j + lane / 16 ^ row % 8) << 4), matrices);
-            }
-        } else {
-#pragma unroll
-            for (int j = 0; j < TILES; ++j) {
-                float v[4];
-                finish(j, v);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int row = half * 8 + lane / 4, at = 2 * j + lane % 4 / 2;
-                    *reinterpret_cast<float2 *>(piece + row * 128 + ((at ^ row % 8) << 4) + lane % 2 * 8) =
-                        make_float2(v[2 * half], v[2 * half + 1]);
-                }
-            }
-        }
-        __syncwarp(); // the piece is whole
-        uint8_t *to = static_cast<uint8_t *>(args.y) + (int64_t(token) * args.y_stride + channel + first) * SIZE;
-        const int bytes = (args.n - channel - first) * SIZE; // of a row, from here to its end
-        if (args.whole) {
-            uint4 v[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = i * 4 + lane / 8;
-                v[i] = *reinterpret_cast<const uint4 *>(piece + row * 128 + ((lane % 8 ^ row % 8) << 4));
-            }
-            to += lane / 8 * args.y_stride * SIZE + lane % 8 * 16;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (token + i * 4 + lane / 8 < args.m && lane % 8 * 16 < bytes) *reinterpret_cast<uint4 *>(to) = v[i];
-                to += 4 * args.y_stride * SIZE;
-            }
-        } else {
-#pragma unroll 1
-            for (int i = lane; i < PIECE_ROWS * 8 * TILES; i += 32) {
-                const int row = i / (8 * TILES), at = i % (8 * TILES) * SIZE;
-                const uint8_t *from = piece + row * 128 + ((at / 16 ^ row % 8) << 4) + at % 16;
-                if (token + row >= args.m || at >= bytes) continue;
-                if (SIZE == 2)
-                    *reinterpret_cast<uint16_t *>(to + row * args.y_stride * SIZE + at) =
-                        *reinterpret_cast<const uint16_t *>(from);
-                else
-                    *reinterpret_cast<float *>(to + row * args.y_stride * SIZE + at) =
-                        *reinterpret_cast<const float *>(from);
-            }
-        }
-    }
-
-    template <int OUT>
-    __device__ __forceinline__ void store_half(const float (*sum)[4], int token, int channel,
-                                               const float (&scale_a)[2]) {
-        constexpr int TILES = OUT == SCALED_F32 ? 4 : 8; // fragments of 128 bytes
-#pragma unroll
-        for (int j = 0; j < 16; j += TILES) store<TILES, OUT>(sum + j, token, channel, 8 * j, scale_a);
-    }
-
-    // `mine`: what `load` said of the tile, asked for before the products.
-    __device__ __forceinline__ void store_all(const float (&sum)[32][4], int token, int channel,
-                                              const float (&scale_a)[2], const float2 (&mine)[2]) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            meet(); // all have read the columns before
-            columns[warp * 32 + lane] = mine[half];
-            meet(); // these are there
-            const float (*of)[4] = sum + half * 16;
-            const int first = channel + half * BOX;
-            if (args.out == SCALED_BF16)
-                store_half<SCALED_BF16>(of, token, first, scale_a);
-            else if (args.out == SCALED_F16)
-                store_half<SCALED_F16>(of, token, first, scale_a);
-            else
-                store_half<SCALED_F32>(of, token, first, scale_a);
-        }
+        for (int i = lane; i < BOX; i += 32) rows[i] = token_scale(args, token + i);
     }
 };
+
+// What lies after the ring. Of each two barriers the first says that something is there, the second that it was read.
+struct Tail {
+    uint8_t y[GROUPS][Y_BOXES * Y_BOX_BYTES];
+    Ends ends[2]; // of this tile and of the next one
+    uint64_t ends_full[2], ends_empty[2], y_full[GROUPS], y_empty[GROUPS];
+};
+static_assert(sizeof(Tail) == WGMMA_TAIL_BYTES, "kernels.py has another size");
+
+// Where a byte of a token lies in y of a warpgroup: boxes as the map of y wants them.
+__device__ __forceinline__ uint32_t place_of(uint32_t row, uint32_t byte) {
+    return byte / 128 * Y_BOX_BYTES + row * 128 + ((byte / 16 ^ row) % 8 << 4) + byte % 16;
+}
+
+// Read anew: the compiler then keeps no addresses made of it while it multiplies, when registers are few.
+__device__ __forceinline__ uint32_t lane_id() {
+    uint32_t lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane % 32;
+}
+
+// A warp's sums, 16 tokens by 256 channels, to y of its warpgroup.
+struct Finish {
+    uint8_t *y; // from the first token on
+    uint64_t *full, *empty;
+    int first; // token
+    uint32_t parity = 0;
+
+    // `COUNT` fragments, whose scales and biases begin at `columns`.
+    template <int COUNT, int OUT>
+    __device__ __forceinline__ void write(const float (*sum)[4], const float2 *columns,
+                                          const float (&scale_a)[2]) const {
+        const uint32_t lane = lane_id();
+        constexpr int SOME = 4; // whose columns are read while those before are finished
+        const float4 *of = reinterpret_cast<const float4 *>(columns) + lane % 4;
+        float4 two[2][SOME];
+#pragma unroll
+        for (int i = 0; i < SOME; ++i) two[0][i] = of[i * 4];
+#pragma unroll
+        for (int j = 0; j < COUNT; j += SOME) {
+            const float4(&now)[SOME] = two[j / SOME % 2];
+            if (j + SOME < COUNT) {
+#pragma unroll
+                for (int i = 0; i < SOME; ++i) two[(j / SOME + 1) % 2][i] = of[(j + SOME + i) * 4];
+            }
+            float v[SOME][4];
+#pragma unroll
+            for (int i = 0; i < SOME; ++i)
+#pragma unroll
+                for (int r = 0; r < 4; ++r)
+                    v[i][r] =
+                        fmaf(sum[j + i][r] * scale_a[r / 2], r % 2 ? now[i].z : now[i].x, r % 2 ? now[i].w : now[i].y);
+            if constexpr (OUT != SCALED_F32) {
+#pragma unroll
+                for (int i = 0; i < SOME; i += 2)
+                    stmatrix_x4(smem_address(y) + place_of(lane % 16, (j + i + lane / 16) * 16),
+                                make_uint4(two_of<OUT>(v[i][0], v[i][1]), two_of<OUT>(v[i][2], v[i][3]),
+                                           two_of<OUT>(v[i + 1][0], v[i + 1][1]),
+                                           two_of<OUT>(v[i + 1][2], v[i + 1][3])));
+            } else {
+#pragma unroll
+                for (int i = 0; i < SOME; ++i)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half)
+                        *reinterpret_cast<float2 *>(y + place_of(half * 8 + lane / 4, (j + i) * 32 + lane % 4 * 8)) =
+                            make_float2(v[i][2 * half], v[i][2 * half + 1]);
+            }
+        }
+    }
+
+    template <int OUT> __device__ __forceinline__ void all(const float (&sum)[32][4], const Ends &ends) {
+        constexpr int COUNT = OUT == SCALED_F32 ? 16 : 32; // fragments that fit y
+        const uint32_t lane = lane_id();
+        const float scale_a[2] = {ends.rows[first + lane / 4], ends.rows[first + lane / 4 + 8]};
+#pragma unroll
+        for (int j = 0; j < 32; j += COUNT) {
+            mbarrier_wait(empty, parity ^ 1); // y before has been copied
+            write<COUNT, OUT>(sum + j, ends.columns + j * 8, scale_a);
+            fence_proxy_async();
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(full);
+            parity ^= 1;
+        }
+    }
+    __device__ __forceinline__ void all(const float (&sum)[32][4], const Ends &ends, int out) {
+        if (out == SCALED_BF16)
+            all<SCALED_BF16>(sum, ends);
+        else if (out == SCALED_F16)
+            all<SCALED_F16>(sum, ends);
+        else
+            all<SCALED_F32>(sum, ends);
+    }
+};
+
+// A warp copies y of a warpgroup, 64 tokens and 512 bytes of each, to where it belongs.
+template <int SIZE>
+__device__ __forceinline__ void copy_out(const ScaledArgs &args, const uint8_t *y, int token, int channel, int lane) {
+    constexpr int WIDE = 128 / SIZE; // channels of a box
+    if (args.whole) {
+        if (lane == 0) {
+#pragma unroll
+            for (int i = 0; i < Y_BOXES; ++i)
+                cp_async_bulk_tensor_store(args.y_map, channel + i * WIDE, token, y + i * Y_BOX_BYTES);
+            cp_async_bulk_commit();
+            cp_async_bulk_wait_read();
+        }
+    } else {
+        const int rows = min(ROWS, args.m - token), columns = min(Y_BOXES * WIDE, args.n - channel);
+        uint8_t *to = static_cast<uint8_t *>(args.y) + (token * args.y_stride + channel) * SIZE;
+        for (int row = 0; row < rows; ++row, to += args.y_stride * SIZE)
+#pragma unroll 4
+            for (int i = lane; i < columns; i += 32) {
+                const uint8_t *from = y + place_of(row, i * SIZE);
+                if (SIZE == 2)
+                    reinterpret_cast<uint16_t *>(to)[i] = *reinterpret_cast<const uint16_t *>(from);
+                else
+                    reinterpret_cast<float *>(to)[i] = *reinterpret_cast<const float *>(from);
+            }
+    }
+    __syncwarp();
+}
+
+// A descriptor whose low word is given: the others do not depend on the place.
+__device__ __forceinline__ uint64_t descriptor(uint32_t low) { return wgmma_descriptor(0) >> 32 << 32 | low; }
 
 // The ring as a warpgroup that multiplies reads it.
 struct Ring {
@@ -156,71 +181,80 @@ struct Ring {
     Place at;
 
     __device__ __forceinline__ void wait() const { mbarrier_wait(full + at.slot, at.parity); }
-    __device__ __forceinline__ uint64_t descriptor() const { return wgmma_descriptor(smem_address(memory)); }
+    // The low word of the first stage's descriptor, and what the present stage adds. The latter is taken from lane 0:
+    // descriptors then are sums of uniform registers.
+    __device__ __forceinline__ uint32_t low() const { return uint32_t(wgmma_descriptor(smem_address(memory))); }
+    __device__ __forceinline__ uint32_t offset() const {
+        return __shfl_sync(0xffffffffu, at.slot, 0) * (STAGE_BYTES >> 4);
+    }
     // Lane i of each warp tells block i of the cluster: either copies into the stage of both.
     __device__ __forceinline__ void release(int slot) const {
         if (threadIdx.x % 32 < 2) mbarrier_arrive_cluster(empty + slot, threadIdx.x % 32);
     }
 };
 
-// 64 tokens by 256 channels of a warpgroup, sums in the tensor cores' registers. A step's products run while those of
-// the next are queued.
+// 64 tokens by 256 channels of a warpgroup, sums in the tensor cores' registers. The warpgroups take turns, a step each,
+// so that they stay half a step apart: one multiplies while the other one finishes a tile.
 struct Fast {
+    static constexpr bool IN_TURN = true;
+
     static __device__ __forceinline__ void multiply(float (&sum)[32][4], Ring &ring, int group, int steps) {
-        const uint64_t a = ring.descriptor() + (group * 64 * 128 >> 4), b = ring.descriptor() + (BOX_BYTES >> 4);
-        int before = 0;
+        const uint32_t a = ring.low() + (group * ROWS * 128 >> 4), b = ring.low() + (BOX_BYTES >> 4);
+        uint32_t offset = ring.offset();
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
             ring.wait();
-            const uint64_t offset = __shfl_sync(0xffffffffu, ring.at.slot, 0) * (STAGE_BYTES >> 4);
+            bar_sync(TURN + group, GROUPS * GROUP); // the other warpgroup's step is queued
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                Fp8Wgmma<A, B, 256>::m64k32(sum, a + offset + 2 * j, b + offset + 2 * j, step | j);
+                Fp8Wgmma<A, B, 256>::m64k32(sum, descriptor(a + offset + 2 * j), descriptor(b + offset + 2 * j),
+                                            step | j);
             wgmma_commit();
-            wgmma_wait_for_earlier();
-            if (step) ring.release(before);
-            before = ring.at.slot;
-            ring.at.advance(ring.stages);
+            const int slot = ring.at.slot;
+            ring.at.advance(ring.stages), offset = ring.offset();
+            bar_arrive(TURN + 1 - group, GROUPS * GROUP);
+            wgmma_wait();
+            ring.release(slot);
         }
-        wgmma_wait();
         wgmma_written(sum);
-        ring.release(before);
     }
 };
 
 // The same, every step of 128 added in float32, one half of the channels after the other. While one warpgroup adds, the
-// other one multiplies.
+// other one multiplies, whichever comes first.
 struct Promoted {
+    static constexpr bool IN_TURN = false;
+
     static __device__ __forceinline__ void multiply(float (&sum)[32][4], Ring &ring, int group, int steps) {
-        const uint64_t a = ring.descriptor() + (group * 64 * 128 >> 4), b = ring.descriptor() + (BOX_BYTES >> 4);
+        const uint32_t a = ring.low() + (group * ROWS * 128 >> 4), b = ring.low() + (BOX_BYTES >> 4);
         float part[16][4] = {};
 #pragma unroll
         for (int i = 0; i < 32; ++i)
 #pragma unroll
             for (int r = 0; r < 4; ++r) sum[i][r] = 0.0f;
+        uint32_t offset = ring.offset();
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
+            const int slot = ring.at.slot;
             ring.wait();
-            // Taken from lane 0: descriptors then are sums of uniform registers.
-            const uint64_t offset = __shfl_sync(0xffffffffu, ring.at.slot, 0) * (STAGE_BYTES >> 4);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 wgmma_fence();
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    Fp8Wgmma<A, B, 128>::m64k32(part, a + offset + 2 * j, b + offset + (half * BOX_BYTES >> 4) + 2 * j,
-                                                j);
+                    Fp8Wgmma<A, B, 128>::m64k32(part, descriptor(a + offset + 2 * j),
+                                                descriptor(b + offset + (half * BOX_BYTES >> 4) + 2 * j), j);
                 wgmma_commit();
+                if (half) ring.at.advance(ring.stages), offset = ring.offset();
                 wgmma_wait();
                 wgmma_written(part);
-                if (half) ring.release(ring.at.slot);
+                if (half) ring.release(slot);
 #pragma unroll
                 for (int i = 0; i < 16; ++i)
 #pragma unroll
                     for (int r = 0; r < 4; ++r) sum[half * 16 + i][r] += part[i][r];
             }
-            ring.at.advance(ring.stages);
         }
     }
 };
@@ -229,27 +263,29 @@ struct Promoted {
 // cluster takes its share from the end; then come whole tiles. Of a tile that several share the one with its last steps
 // adds up the sums, its own first, then those of the clusters before it: each waits only for blocks that started earlier.
 struct Work {
+    const ScaledArgs &args;
+    const int all = (args.k - 1) / 128 + 1;                                 // steps of a whole tile
+    uint32_t begin = share(blockIdx.x / 2), at = share(blockIdx.x / 2 + 1); // left of the share: steps of shared tiles
+    int whole = args.shared + blockIdx.x / 2;
     int tile, first, steps; // the steps of a tile
-    int begin, at;          // what is left of the share: steps of all shared tiles
-    int whole;
 
-    static __device__ __forceinline__ int share(const ScaledArgs &args, int all, int cluster) {
-        return int64_t(args.shared * all) * cluster / (gridDim.x / 2);
+    // Fewer than 256 tiles are shared, of at most 2^24 steps each.
+    __device__ __forceinline__ uint32_t share(int cluster) const {
+        return int64_t(args.shared) * all * cluster / (gridDim.x / 2);
     }
-    __device__ __forceinline__ Work(const ScaledArgs &args, int all)
-        : begin(share(args, all, blockIdx.x / 2)), at(share(args, all, blockIdx.x / 2 + 1)),
-          whole(args.shared + blockIdx.x / 2) {}
 
-    __device__ __forceinline__ bool next(const ScaledArgs &args, int all) {
+    __device__ __forceinline__ bool next() {
         if (at > begin) {
             tile = (at - 1) / all;
-            const int from = max(begin, tile * all);
-            first = from - tile * all, steps = at - from, at = from;
+            const uint32_t start = uint32_t(tile) * all, from = max(begin, start);
+            first = from - start, steps = at - from, at = from;
             return true;
         }
         tile = whole, first = 0, steps = all, whole += gridDim.x / 2;
         return tile < Tile::count(args);
     }
+    // With these steps the tile is done.
+    __device__ __forceinline__ bool last() const { return first + steps == all; }
 };
 
 // Where the sums of a tile's earlier steps lie in the workspace, and a flag that says so: of each cluster, block, and
@@ -293,21 +329,22 @@ struct Parts {
 template <class Product> __device__ __forceinline__ void scaled_wgmma(const ScaledArgs &args) {
     extern __shared__ __align__(1024) uint8_t memory[];
     // Taken from lane 0: the compiler then knows that a whole warp goes one way.
-    const int group = __shfl_sync(0xffffffffu, threadIdx.x / GROUP, 0), rank = cluster_ctarank();
-    const int all = (args.k - 1) / 128 + 1; // steps of a whole tile
-    uint8_t *pieces = memory + args.stages * STAGE_BYTES;
-    float2 *columns = reinterpret_cast<float2 *>(pieces + GROUPS * 4 * 2 * PIECE_BYTES);
-    uint64_t *full = reinterpret_cast<uint64_t *>(pieces + TAIL_BYTES), *empty = full + args.stages;
+    const int warps = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), group = warps / 4, rank = cluster_ctarank();
+    Tail &tail = *reinterpret_cast<Tail *>(memory + args.stages * STAGE_BYTES);
+    uint64_t *full = reinterpret_cast<uint64_t *>(&tail + 1), *empty = full + args.stages;
 
     if (threadIdx.x == GROUPS * GROUP) {
         for (int i = 0; i < args.stages; ++i) mbarrier_init(full + i, 1), mbarrier_init(empty + i, 2 * GROUPS * 4);
+        for (int i = 0; i < 2; ++i)
+            mbarrier_init(tail.ends_full + i, 1), mbarrier_init(tail.ends_empty + i, GROUPS * 4);
+        for (int i = 0; i < GROUPS; ++i) mbarrier_init(tail.y_full + i, 4), mbarrier_init(tail.y_empty + i, 1);
         fence_mbarrier_init();
         prefetch_tensormap(args.a_map), prefetch_tensormap(args.b_map);
     }
     let_next_start();
     if (threadIdx.x == GROUPS * GROUP) {
-        Work work(args, all);
-        if (work.next(args, all))
+        Work work{args};
+        if (work.next())
             for (int step = 0; step < min(work.steps, args.stages); ++step)
                 cp_async_bulk_prefetch_tensor(args.b_map, (work.first + step) * 128,
                                               Tile(args, work.tile).channel + rank * BOX);
@@ -318,9 +355,11 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
 
     if (group == GROUPS) {
         setmaxnreg_dec<40>();
-        if (threadIdx.x == GROUPS * GROUP) {
-            Place at;
-            for (Work work(args, all); work.next(args, all);) {
+        const int lane = threadIdx.x % 32;
+        Work work{args};
+        Place at;
+        if (warps == GROUPS * 4) {
+            while (lane == 0 && work.next()) {
                 const Tile tile(args, work.tile);
                 for (int step = work.first; step < work.first + work.steps; ++step) {
                     uint8_t *stage = memory + at.slot * STAGE_BYTES;
@@ -332,34 +371,60 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
                     at.advance(args.stages);
                 }
             }
+        } else if (warps == GROUPS * 4 + 1) {
+            while (work.next()) {
+                if (!work.last()) continue;
+                const Tile tile(args, work.tile);
+                mbarrier_wait(tail.ends_empty + at.slot, at.parity ^ 1);
+                tail.ends[at.slot].load(args, tile.token + rank * BOX, tile.channel, lane);
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(tail.ends_full + at.slot);
+                at.advance(2);
+            }
+        } else {
+            const int of = warps - GROUPS * 4 - 2, size = args.out == SCALED_F32 ? 4 : 2; // of which warpgroup
+            uint32_t parity = 0;
+            while (work.next()) {
+                if (!work.last()) continue;
+                const Tile tile(args, work.tile);
+                const int token = tile.token + rank * BOX + of * ROWS, end = tile.channel + TILE;
+                for (int channel = tile.channel; channel < end; channel += Y_BOXES * 128 / size) {
+                    mbarrier_wait(tail.y_full + of, parity);
+                    if (size == 2)
+                        copy_out<2>(args, tail.y[of], token, channel, lane);
+                    else
+                        copy_out<4>(args, tail.y[of], token, channel, lane);
+                    if (lane == 0) mbarrier_arrive(tail.y_empty + of);
+                    parity ^= 1;
+                }
+            }
         }
     } else {
         setmaxnreg_inc<232>();
-        const int thread = threadIdx.x % GROUP, warp = thread / 32, lane = thread % 32;
+        const int thread = threadIdx.x % GROUP, lane = thread % 32, first = warps * 16; // of the block's tokens
         Ring ring{memory, full, empty, args.stages, {}};
-        Pieces y{args, group, warp, lane, pieces + (group * 4 + warp) * 2 * PIECE_BYTES, columns + group * COLUMNS};
+        Finish finish{tail.y[group] + first % ROWS * 128, tail.y_full + group, tail.y_empty + group, first};
         const Parts parts{static_cast<uint8_t *>(args.workspace), rank * GROUPS + group, thread};
         const int cluster = blockIdx.x / 2;
+        Place at;
         float sum[32][4] = {};
-        // The second warpgroup begins later, and stays behind: one multiplies while the other one stores.
-        if (group == 1 && LEAD < args.stages && LEAD < all && !args.shared) mbarrier_wait(full + LEAD, 0);
-        for (Work work(args, all); work.next(args, all);) {
-            const Tile tile(args, work.tile);
-            const int token = tile.token + rank * BOX + group * 64 + warp * 16, row = token + lane / 4;
-            const float scale_a[2] = {token_scale(args, row), token_scale(args, row + 8)};
-            float2 mine[2];
-            y.load(mine, tile.channel);
+        if (Product::IN_TURN && group == 1) bar_arrive(TURN, GROUPS * GROUP);
+        for (Work work{args}; work.next();) {
             Product::multiply(sum, ring, group, work.steps);
-            if (work.first + work.steps < all) {
+            if (!work.last()) {
                 parts.give(sum, cluster);
                 continue;
             }
             for (int before = cluster; work.first > 0;) {
                 parts.take(sum, --before);
-                work.first -= min(Work::share(args, all, before + 1) - Work::share(args, all, before), work.first);
+                work.first -= min(work.share(before + 1) - work.share(before), uint32_t(work.first));
             }
-            y.store_all(sum, token, tile.channel, scale_a, mine);
+            mbarrier_wait(tail.ends_full + at.slot, at.parity);
+            finish.all(sum, tail.ends[at.slot], args.out);
+            if (lane == 0) mbarrier_arrive(tail.ends_empty + at.slot);
+            at.advance(2);
         }
+        if (Product::IN_TURN && group == 0) bar_sync(TURN, GROUPS * GROUP); // so that all arrivals are met
     }
     cluster_stay(); // the other block copies into this one's memory, and arrives at its barriers
 }

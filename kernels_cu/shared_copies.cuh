@@ -1,6 +1,6 @@
 // More of bulk.cuh, sm_90 and newer: copies into several blocks at once, and what orders them. Functions are named after
 // their instructions.
-// Source: PTX ISA, cp.async.bulk.tensor, mbarrier.arrive, barrier, stmatrix.
+// Source: PTX ISA, cp.async.bulk.tensor, fence.proxy.async, mbarrier.arrive, barrier, stmatrix.
 #pragma once
 #include "bulk.cuh"
 
@@ -41,9 +41,29 @@ __device__ __forceinline__ void prefetch_tensormap(const void *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// What this thread wrote to shared memory, and who waits for it, is seen by copies that are asked for after.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A box from shared memory to where a tensor map says, but for what lies outside. Those since the last commit are a
+// group; the wait returns when all of this thread's groups have read shared memory.
+__device__ __forceinline__ void cp_async_bulk_tensor_store(const void *map, int column, int row, const void *from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+                 "r"(column), "r"(row), "r"(smem_address(from))
+                 : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // A barrier of so many threads of a block; number 0 is that of __syncthreads.
 __device__ __forceinline__ void bar_sync(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// The same without waiting.
+__device__ __forceinline__ void bar_arrive(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // At the barrier that lies at the same place in a block of the cluster. Of other blocks' memory it orders nothing: it

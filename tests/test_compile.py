@@ -370,7 +370,7 @@ def check_instructions(row: Kernel, arch: str, name: str, ptx: str) -> None:
 
 
 A, B, SCALE_A, SCALE_B, SCALED_BIAS, SCALED_Y = range(0, 48, 8)  # offsets in the argument block of scaled.cuh
-A_MAP, B_MAP = (SCALED_ARGS.size - i * TENSOR_MAP_BYTES for i in (2, 1))
+A_MAP, B_MAP = (SCALED_ARGS.size - i * TENSOR_MAP_BYTES for i in (3, 2))
 
 
 def check_scaled(row: Kernel, arch: str, name: str, ptx: str) -> None:

@@ -257,7 +257,7 @@ def check_launch(target: Target, p: ScaledProblem, row: Kernel, launch: Launch) 
     if row.source == "scaled_mma_sync.cu":
         tokens = int(launch.entry.rsplit("_", 1)[1])
         assert x * 128 >= p.n > (x - 1) * 128 and y * z * tokens >= p.m > y * (z - 1) * tokens, (p, launch)
-        assert launch.boxes == (0, 0) and launch.split == 1
+        assert launch.boxes == (0, 0, 0) and launch.split == 1
         return
     assert p.aligned16 and ARCHS[target.arch].wgmma
     barriers = 16 * launch.stages
@@ -268,13 +268,13 @@ def check_launch(target: Target, p: ScaledProblem, row: Kernel, launch: Launch) 
         assert x // 2 <= tiles if shared == 0 else shared <= tiles and x // 2 <= shared * -(-p.k // 128), (p, launch)
         assert launch.workspace == (0 if shared == 0 else kernels.FLAG_BYTES + target.sms // 2 * 256 * 256 * 4)
         assert x // 2 * 4 * 4 <= kernels.FLAG_BYTES
-        assert launch.stages >= 3 and launch.boxes == (128, 128)
+        assert launch.stages >= 3 and launch.boxes == (128, 128, 64)
         assert launch.smem_bytes == launch.stages * 49_152 + barriers + kernels.WGMMA_TAIL_BYTES
         assert launch.entry.endswith("_fast") == p.fast_accum
         return
     shape = next(shape for shape in kernels._FEW if kernels._few_entry(shape) == launch.entry)
     (tokens, widest, fast), (tile, sums, early, _) = shape, launch.fields
-    assert tile % 16 == 0 and 16 <= tile <= widest and launch.boxes == (tokens, tile), (p, launch)
+    assert tile % 16 == 0 and 16 <= tile <= widest and launch.boxes == (tokens, tile, 0), (p, launch)
     assert launch.split in (1, 2, 4, 8) and (launch.split == 1 or -(-p.k // 128) >= launch.split), (p, launch)
     assert x == -(-p.n // tile) * launch.split and y * z * tokens >= p.m, (p, launch)
     assert 3 <= launch.stages <= 16, (p, launch)
@@ -303,7 +303,7 @@ def check_async_launch(target: Target, p: ScaledProblem, launch: Launch) -> None
     # Shared memory: of each warp b and a of the steps on their way; in the end the sums of all warps in their place.
     mine, sums = ring * (units * 4 + tokens // 8 * 2) * 512, units * (tokens // 8) * 512
     assert warps * max(mine, sums) <= launch.smem_bytes <= target.smem_bytes, what
-    assert launch.boxes == (0, 0) and launch.split == 1 and launch.fields[0] == 16 * units, what
+    assert launch.boxes == (0, 0, 0) and launch.split == 1 and launch.fields[0] == 16 * units, what
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "sm_75"])
@@ -355,7 +355,7 @@ def test_the_lanes_of_scaled_async_multiply_each_code_once(k: int) -> None:
 
 
 def test_the_block_of_arguments() -> None:
-    assert kernels.SCALED_ARGS.size == 192 + 2 * kernels.TENSOR_MAP_BYTES
+    assert kernels.SCALED_ARGS.size == 192 + 3 * kernels.TENSOR_MAP_BYTES
 
 
 # --- on the GPU -----------------------------------------------------------------------------------------------
@@ -522,11 +522,11 @@ def test_clusters_that_share_the_steps_of_a_tile(
     need("scaled_wgmma")
     m, n, k, *plan = of
     with served_by("scaled_wgmma", lambda t, p: kernels.scaled_wgmma_launch(t, p, *plan)):
-        for _ in range(3):
+        for out_dtype in FLOATS:
             c = case(rng, m, n, k)
-            y = multiply(c, poison, fast=fast)
-            c.check(y, "bfloat16", acc_of(k, fast))
-            np.testing.assert_array_equal(multiply(c, poison, fast=fast).get().view(np.uint16), y.get().view(np.uint16))
+            y, again = (multiply(c, poison, out_dtype, fast) for _ in range(2))
+            c.check(y, out_dtype, acc_of(k, fast))
+            np.testing.assert_array_equal(again.get().view(np.uint8), y.get().view(np.uint8))
 
 
 @pytest.mark.gpu
