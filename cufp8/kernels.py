@@ -195,8 +195,8 @@ LINEAR_ARGS = struct.Struct("@PPPPPqqiiiiiiiiixxxx")
 TENSOR_MAP_BYTES = 128
 TILE_ARGS = struct.Struct(f"{LINEAR_ARGS.format}iiiii12x{TENSOR_MAP_BYTES}s")
 # a b, scale a b, bias y workspace, strides of a b y, then m n k out, scales' steps of a b, aligned whole weights,
-# stages split, tile sums early shared, and the tensor maps of a b y
-SCALED_ARGS = struct.Struct("@PPPPPPPqqqiiiiiiiiiiiiiii52x" + f"{TENSOR_MAP_BYTES}s" * 3)
+# stages split, tile early shared, and the tensor maps of a b y
+SCALED_ARGS = struct.Struct("@PPPPPPPqqqiiiiiiiiiiiiii56x" + f"{TENSOR_MAP_BYTES}s" * 3)
 QUANTIZE_ARGS = struct.Struct("@PPPPqqqq")  # w codes scale status, strides n k, pitch, k
 # x second residual sum codes scale given, strides and steps, then m k value eps 1/k found mode e5m2
 ACTIVATION_ARGS = struct.Struct("@PPPPPPPqqqqqqqiifffiii")
@@ -668,25 +668,27 @@ SCALED_TILE = 256  # tokens and channels of a cluster in scaled_wgmma.cu
 _SCALED_STAGE = 3 * 128 * SCALED_STEP
 WGMMA_TAIL_BYTES = 2 * 64 * 512 + 2 * (256 * 8 + 128 * 4) + 64  # y, scales and bias, barriers
 FLAG_BYTES = 4096  # of the workspace of scaled_wgmma.cu, before the sums
-# Entries of scaled_few.cu: tokens of a block, its channels at most, whether sums stay in the tensor cores' registers ->
-# blocks, of this launch and the next, whose registers fit a multiprocessor.
+FEW_TAIL_BYTES = 8 * 1024 + 128 * 8 + 256 * 4  # y, scales and bias in scaled_few.cu
+# Entries of scaled_few.cu: tokens of a block, its channels at most -> blocks, of this launch and the next, whose
+# registers fit a multiprocessor, where steps are added in float32 and where sums stay in the tensor cores' registers.
 _FEW = {
-    (32, 128, False): 2,
-    (64, 128, False): 2,
-    (64, 256, False): 1,
-    (128, 128, False): 1,
-    (128, 256, False): 1,
-    (128, 128, True): 2,
+    (32, 128): (2, 2),
+    (64, 64): (2, 2),
+    (64, 128): (2, 2),
+    (128, 64): (2, 2),
+    (128, 128): (1, 2),
+    (256, 64): (1, 2),
+    (256, 128): (1, 1),
 }
-_FEW_OWN_SUMS = 32  # to so many tokens the sums have memory of their own
 
 # On an H200: ns of a step of a tile of scaled_wgmma.cu, with sums in the tensor cores' registers and without; of its
 # begin and of a tile's end; of giving sums to another cluster and of taking them.
 _WGMMA_STEP_NS, _TILE_NS, _PARTS_NS, _PART_NS = {True: 780, False: 865}, 2000, 5000, 2000
-# Of scaled_few.cu, on an H200: ns of a step at least, of products of 256 channels and 128 tokens, of a block's begin
-# and end, and of adding up the sums of a cluster; bytes a ns that memory gives to all blocks, L2 to a multiprocessor.
-_FEW_STEP_NS, _FEW_PRODUCT_NS, _FEW_END_NS, _SUMS_NS = 250, {True: 700, False: 1000}, 4000, 3000
-_MEMORY_RATE, _L2_RATE = 4400, 66
+# Of scaled_few.cu, on an H200: ns of a step besides, of its products of 256 tokens and 128 channels, of a block's begin
+# and end, and of as many sums' way to y and to another block; bytes a ns that memory gives to all blocks, L2 to a
+# multiprocessor, and how often memory gives those of b that several groups of tokens read at the same time.
+_FEW_STEP_NS, _FEW_PRODUCT_NS, _FEW_END_NS, _STORE_NS, _SUMS_NS = 18, {True: 760, False: 1000}, 1600, 3600, 5600
+_MEMORY_RATE, _L2_RATE, _B_READS = 4000, 125, 1.7
 
 
 # Tokens and units of a block of scaled_async.cu -> steps of k that a warp has on their way.
@@ -712,7 +714,7 @@ def _scaled_async_serves(formats: tuple[str, str], target: Target, p: ScaledProb
     # 18.7 / 18.7.
     arch, most = arch_of(target.arch), max(tokens for tokens, _ in _SCALED_ASYNC_SHAPES)
     fits = arch.cc >= (8, 0) and p.aligned16 and p.m <= most and _has_formats(formats, target, p)
-    return fits and (_ceil(p.n, UNIT) <= 2 * target.sms or not _few_serves(formats, target, p))
+    return fits and (_ceil(p.n, UNIT) <= 2 * target.sms or not _few_fits(formats, target, p))
 
 
 def scaled_async_launch(
@@ -731,7 +733,7 @@ def scaled_async_launch(
     smem_bytes = max(warps * warp_bytes, target.smem_bytes // (per_sm + 1) if per_sm else 0)
     return Launch(
         f"scaled_async_{tokens}_{units}", (_ceil(p.n, units * UNIT), 1, 1), 32 * warps, smem_bytes=smem_bytes,
-        fields=(units * UNIT, 0, early, 0),
+        fields=(units * UNIT, early, 0),
     )  # fmt: skip
 
 
@@ -763,7 +765,7 @@ def _scaled_wgmma_choice(target: Target, p: ScaledProblem) -> tuple[float, int, 
 
 
 def _scaled_wgmma_serves(formats: tuple[str, str], target: Target, p: ScaledProblem) -> bool:
-    return _few_serves(formats, target, p) and _scaled_wgmma_choice(target, p)[0] < _few_choice(target, p)[0]
+    return _few_fits(formats, target, p) and _scaled_wgmma_choice(target, p)[0] < _few_choice(target, p)[0]
 
 
 def scaled_wgmma_launch(target: Target, p: ScaledProblem, clusters: int, shared: int) -> Launch:
@@ -771,7 +773,7 @@ def scaled_wgmma_launch(target: Target, p: ScaledProblem, clusters: int, shared:
     stages = (target.smem_bytes - WGMMA_TAIL_BYTES) // (_SCALED_STAGE + 16)
     return Launch(
         f"scaled_wgmma_{'fast' if p.fast_accum else 'promoted'}", (2 * clusters, 1, 1), 384, 2, stages,
-        stages * (_SCALED_STAGE + 16) + WGMMA_TAIL_BYTES, (0, 0, 1, shared), boxes=(128, 128, 64),
+        stages * (_SCALED_STAGE + 16) + WGMMA_TAIL_BYTES, (0, 1, shared), boxes=(128, 128, 64),
         workspace=FLAG_BYTES + target.sms // 2 * SCALED_TILE**2 * 4 if shared else 0,
     )  # fmt: skip
 
@@ -780,70 +782,79 @@ def _scaled_wgmma_plan(target: Target, p: ScaledProblem) -> Launch:
     return scaled_wgmma_launch(target, p, *_scaled_wgmma_choice(target, p)[1:])
 
 
-def _few_serves(formats: tuple[str, str], target: Target, p: ScaledProblem) -> bool:
+def _few_fits(formats: tuple[str, str], target: Target, p: ScaledProblem) -> bool:
     fits = arch_of(target.arch).wgmma and p.aligned16 and target.smem_bytes >= 227 << 10
     return fits and _has_formats(formats, target, p)
 
 
+def _few_serves(formats: tuple[str, str], fast: bool, target: Target, p: ScaledProblem) -> bool:
+    return p.fast_accum == fast and _few_fits(formats, target, p)
+
+
 @cache
-def _few_choice(target: Target, p: ScaledProblem) -> tuple[float, tuple[int, int, bool], int, int, int]:
+def _few_choice(target: Target, p: ScaledProblem) -> tuple[float, tuple[int, int], int, int, int]:
     """ns, entry, channels of a block, blocks of a cluster, and how many blocks divide a multiprocessor."""
-    steps, choices = _ceil(p.k, SCALED_STEP), []
-    fits = next((t for t, *_ in _FEW if p.m <= t), 128)
-    usable = [shape for shape in _FEW if shape[0] == fits and (p.fast_accum or not shape[2])]
+    steps, fast, choices = _ceil(p.k, SCALED_STEP), p.fast_accum, []
+    fits = next((t for t, _ in _FEW if p.m <= t), 256)
+    usable = [shape for shape in _FEW if shape[0] == fits or shape[0] == 128 < p.m]
     for shape, (split, share) in itertools.product(usable, _CLUSTERED.items()):
-        tokens, widest, fast = shape
+        tokens, widest = shape
         groups = _ceil(p.m, tokens)
-        if split > 1 and steps < 4 * split:
+        if split > few_most_split(shape) or (split > 1 and steps < 4 * split):
             continue
-        for per_sm in {1, _FEW[shape]}:
+        for per_sm in {1, _FEW[shape][fast]}:
             room = max(1, int(target.sms * share) * per_sm // split)  # clusters at a time
             rounds = _ceil(_ceil(p.n, widest) * groups, room)
-            tile = min(widest, _ceil(_ceil(p.n, max(1, rounds * room // groups)), 16) * 16)
-            clusters = _ceil(p.n, tile) * groups
-            rounds, there = _ceil(clusters, room), min(clusters, room) * split
-            on_one = _ceil(there, target.sms)  # blocks on a multiprocessor
-            wide = 2 * min(tile, widest // 2)  # the first of two warpgroups has the first half of the widest tile
-            step = max(
-                _FEW_STEP_NS * on_one,
-                tile * SCALED_STEP * there / min(groups, there) / _MEMORY_RATE,
-                (tile + tokens) * SCALED_STEP * on_one / _L2_RATE,
-                wide * tokens / (256 * 128) * _FEW_PRODUCT_NS[fast] * on_one,
-            )
-            ns = rounds * (_ceil(steps, split) * step + _FEW_END_NS + _SUMS_NS * (split > 1))
-            choices.append((max(ns, p.n * p.k / _MEMORY_RATE), shape, tile, split, per_sm))
-    return min(choices)
+            even = min(widest, _ceil(_ceil(p.n, max(1, rounds * room // groups)), 16) * 16)
+            for tile in {even, widest}:
+                clusters = _ceil(p.n, tile) * groups
+                if per_sm > 1 and (clusters * split <= target.sms or _few_stages(target, tokens, tile, per_sm) < 3):
+                    continue
+                rounds, there = _ceil(clusters, room), min(clusters, room) * split
+                on_one = _ceil(there, target.sms)  # blocks on a multiprocessor
+                part = on_one * tokens * widest / (256 * 128)
+                reads = _B_READS if groups > 1 else 1
+                step = _FEW_STEP_NS + max(
+                    reads * tile * SCALED_STEP * there / min(groups, there) / _MEMORY_RATE,
+                    (tile + tokens) * SCALED_STEP * on_one / _L2_RATE,
+                    part * _FEW_PRODUCT_NS[fast],
+                )
+                ns = rounds * (_ceil(steps, split) * step + _FEW_END_NS + part * _STORE_NS)
+                ns += part * _SUMS_NS * (1 - 1 / split)
+                choices.append((max(ns, p.n * p.k / _MEMORY_RATE), shape, tile, split, per_sm))
+    # Of equals one block a multiprocessor, and the wider one.
+    return min(choices, key=lambda choice: (choice[0], choice[4], -choice[1][1], choice[2]))
 
 
-def few_launch(
-    target: Target, p: ScaledProblem, shape: tuple[int, int, bool], tile: int, split: int, per_sm: int
-) -> Launch:
+def few_most_split(shape: tuple[int, int]) -> int:
+    """Blocks of a cluster at most: each stores 16 tokens or more of each warp."""
+    tokens, widest = shape
+    return min(8, tokens // 16 // (128 // widest))
+
+
+def _few_stages(target: Target, tokens: int, tile: int, per_sm: int) -> int:
+    room = target.smem_bytes // per_sm - 1024  # the system's own share of a block
+    return min((room - FEW_TAIL_BYTES) // ((tile + tokens) * SCALED_STEP + 16), 16)
+
+
+def few_launch(target: Target, p: ScaledProblem, shape: tuple[int, int], tile: int, split: int, per_sm: int) -> Launch:
     """The launch of the entry of scaled_few.cu that _FEW has as `shape`.
 
     `tile` channels of a block, `split` blocks that share k, `per_sm` blocks a multiprocessor, of this launch and the
     next.
     """
-    tokens, widest, fast = shape
-    stage, sums = (tile + tokens) * SCALED_STEP, tokens * widest * 4 if split > 1 else 0
-    own_sums = sums if tokens <= _FEW_OWN_SUMS else 0  # else the ring makes room
-    room = target.smem_bytes // per_sm - 1024 - own_sums  # the system's own share of a block
-    # The last stage is read as if a tile were as wide as it may be.
-    beyond = max(0, widest - tile - tokens) * SCALED_STEP
-    stages = min((room - beyond) // (stage + 16), 16)
-    ring = stages * (stage + 16)
-    groups = _ceil(p.m, tokens)
-    x, (y, z) = _ceil(p.n, tile) * split, _token_groups(groups)
-    threads = 384 if tokens == 128 and not fast else 320
+    tokens, _ = shape
+    stages = _few_stages(target, tokens, tile, per_sm)
+    x, (y, z) = _ceil(p.n, tile) * split, _token_groups(_ceil(p.m, tokens))
     return Launch(
-        _few_entry(shape), (x, y, z), threads, split, stages,
-        max(ring + own_sums + beyond, sums), (tile, ring if own_sums else 0, x * y * z <= target.sms * per_sm, 0),
-        boxes=(tokens, tile, 0),
+        few_entry(shape), (x, y, z), 320 if _FEW[shape][p.fast_accum] > 1 else 384, split, stages,
+        stages * ((tile + tokens) * SCALED_STEP + 16) + FEW_TAIL_BYTES,
+        (tile, x * y * z <= target.sms * per_sm, 0), boxes=(tokens, tile, 0),
     )  # fmt: skip
 
 
-def _few_entry(shape: tuple[int, int, bool]) -> str:
-    tokens, channels, fast = shape
-    return f"scaled_few_{tokens}_{channels}{'_fast' if fast else ''}"
+def few_entry(shape: tuple[int, int]) -> str:
+    return "scaled_few_{}_{}".format(*shape)
 
 
 def _few_plan(target: Target, p: ScaledProblem) -> Launch:
@@ -853,7 +864,7 @@ def _few_plan(target: Target, p: ScaledProblem) -> Launch:
 def _scaled_mma_plan(target: Target, p: ScaledProblem) -> Launch:
     tokens = 16 if p.m <= 32 else 128
     return Launch(
-        f"scaled_mma_sync_{tokens}", (_ceil(p.n, 128), *_token_groups(_ceil(p.m, tokens))), 256, fields=(0, 0, 1, 0)
+        f"scaled_mma_sync_{tokens}", (_ceil(p.n, 128), *_token_groups(_ceil(p.m, tokens))), 256, fields=(0, 1, 0)
     )
 
 
@@ -888,15 +899,18 @@ def _scaled_rows() -> list[Kernel]:
                 dynamic_smem=True,
                 **common,
             ),
-            Kernel(
-                f"scaled_few_{name}",
-                "scaled_few.cu",
-                defines=defines,
-                entries=lambda arch: tuple(_few_entry(shape) for shape in _FEW) if arch.wgmma else (),
-                serves=partial(_few_serves, formats),
-                plan=_few_plan,
-                dynamic_smem=True,
-                **common,
+            *(
+                Kernel(
+                    f"scaled_few_{'fast_' if fast else ''}{name}",
+                    "scaled_few.cu",
+                    defines=(*defines, ("FAST", int(fast)), ("FEW_TAIL_BYTES", FEW_TAIL_BYTES)),
+                    entries=lambda arch: tuple(map(few_entry, _FEW)) if arch.wgmma else (),
+                    serves=partial(_few_serves, formats, fast),
+                    plan=_few_plan,
+                    dynamic_smem=True,
+                    **common,
+                )
+                for fast in (False, True)
             ),
             Kernel(
                 f"scaled_mma_sync_{name}",

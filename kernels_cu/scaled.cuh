@@ -23,7 +23,6 @@ struct ScaledArgs {
     int stages;  // of the ring in shared memory
     int split;   // blocks of a cluster
     int tile;    // rows of b of a block
-    int sums;    // where in shared memory the sums of a cluster lie
     int early;   // the next kernel may start with this one; else when the one before is done
     int shared;  // the first so many tiles, whose steps along k are shared out
     alignas(64) uint8_t a_map[128], b_map[128], y_map[128]; // of y where `whole`

@@ -90,3 +90,10 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint4 &v) {
                  "r"(v.z), "r"(v.w)
                  : "memory");
 }
+
+// The same of the transposed matrices: lane l holds of each matrix rows 2 * (l % 4) + {0, 1}, column l / 4.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint4 &v) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x),
+                 "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}

@@ -248,7 +248,7 @@ def test_every_problem_has_a_launch_within_the_limits(arch: str) -> None:
 def check_launch(target: Target, p: ScaledProblem, row: Kernel, launch: Launch) -> None:
     x, y, z = launch.grid
     assert 1 <= x < 2**31 and 1 <= y <= 65_535 and 1 <= z <= 65_535, (p, launch)
-    assert launch.smem_bytes <= target.smem_bytes and len(launch.fields) == 4, (p, launch)
+    assert launch.smem_bytes <= target.smem_bytes and len(launch.fields) == 3, (p, launch)
     if row.source == "scaled_async.cu":
         assert p.m <= 16 and p.aligned16 and ARCHS[target.arch].cc >= (8, 0), (p, launch)
         check_async_launch(target, p, launch)
@@ -263,7 +263,7 @@ def check_launch(target: Target, p: ScaledProblem, row: Kernel, launch: Launch) 
     barriers = 16 * launch.stages
     if row.source == "scaled_wgmma.cu":
         assert launch.split == 2 and x % 2 == 0 and y == z == 1 and x <= target.sms, (p, launch)
-        tiles, shared = -(-p.m // 256) * -(-p.n // 256), launch.fields[3]
+        tiles, shared = -(-p.m // 256) * -(-p.n // 256), launch.fields[2]
         # Each cluster has a tile or, where they share the steps of some, a step at least; none of these stands alone.
         assert x // 2 <= tiles if shared == 0 else shared <= tiles and x // 2 <= shared * -(-p.k // 128), (p, launch)
         assert launch.workspace == (0 if shared == 0 else kernels.FLAG_BYTES + target.sms // 2 * 256 * 256 * 4)
@@ -272,19 +272,25 @@ def check_launch(target: Target, p: ScaledProblem, row: Kernel, launch: Launch) 
         assert launch.smem_bytes == launch.stages * 49_152 + barriers + kernels.WGMMA_TAIL_BYTES
         assert launch.entry.endswith("_fast") == p.fast_accum
         return
-    shape = next(shape for shape in kernels._FEW if kernels._few_entry(shape) == launch.entry)
-    (tokens, widest, fast), (tile, sums, early, _) = shape, launch.fields
+    shape = next(shape for shape in kernels._FEW if kernels.few_entry(shape) == launch.entry)
+    (tokens, widest), (tile, early, _) = shape, launch.fields
+    assert row.name.startswith("scaled_few_fast" if p.fast_accum else "scaled_few_e"), (p, row.name)
     assert tile % 16 == 0 and 16 <= tile <= widest and launch.boxes == (tokens, tile, 0), (p, launch)
     assert launch.split in (1, 2, 4, 8) and (launch.split == 1 or -(-p.k // 128) >= launch.split), (p, launch)
+    # Each block of a cluster has two fragments of 8 tokens of each warp, or more.
+    fragments = tokens // 8 // (1 if widest == 128 else 2)
+    assert fragments % (2 * launch.split) == 0 and launch.split <= kernels.few_most_split(shape), (p, launch)
     assert x == -(-p.n // tile) * launch.split and y * z * tokens >= p.m, (p, launch)
     assert 3 <= launch.stages <= 16, (p, launch)
-    stage = (tile + tokens) * 128
-    ring, all_sums = launch.stages * stage + barriers, tokens * widest * 4 if launch.split > 1 else 0
-    assert not fast or p.fast_accum, (p, launch)
-    assert sums in (0, ring) and sums % 16 == 0 and launch.smem_bytes >= sums + all_sums, (p, launch)
-    assert launch.smem_bytes >= (launch.stages - 1) * stage + widest * 128  # what wgmma reads of the last stage
+    ring = launch.stages * (tile + tokens) * 128
+    assert launch.smem_bytes == ring + barriers + kernels.FEW_TAIL_BYTES, (p, launch)
+    # In the ring's place the sums of the other blocks; after it what wgmma reads of the last stage.
+    assert ring >= (launch.split - 1) * tokens * widest * 4 // launch.split, (p, launch)
+    assert kernels.FEW_TAIL_BYTES >= (widest - tile - tokens) * 128, (p, launch)
+    blocks = kernels._FEW[shape][p.fast_accum]
+    assert launch.block == (320 if blocks > 1 else 384), (p, launch)
     on_one = -(-x * y * z // target.sms)  # blocks of a multiprocessor, if all are there at once
-    fits = on_one <= kernels._FEW[shape] and (launch.smem_bytes + 1024) * on_one <= target.smem_bytes + 1024
+    fits = on_one <= blocks and (launch.smem_bytes + 1024) * on_one <= target.smem_bytes + 1024
     assert fits or not early, (p, launch)
 
 
@@ -372,7 +378,8 @@ def served_by(name: str | None, launch_of: Callable[[Target, ScaledProblem], Lau
 
     def launcher(device: int, *fields: Any) -> tuple[runtime.Launcher, Launch]:
         target, p = runtime.target(device), ScaledProblem(*fields)
-        row = runtime.row(f"{name}_{SCALED_FORMATS[p.a_dtype, p.b_dtype]}")
+        fast = "_fast" if name == "scaled_few" and p.fast_accum else ""
+        row = runtime.row(f"{name}{fast}_{SCALED_FORMATS[p.a_dtype, p.b_dtype]}")
         assert p.aligned16 or name == "scaled_mma_sync"
         launch = (launch_of or row.plan)(target, p)
         return runtime.Launcher(row, launch, device, pdl=kernels.arch_of(target.arch).pdl), launch
@@ -485,19 +492,26 @@ def test_dtypes_and_scalings(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", kernels._FEW, ids=kernels._few_entry)
-def test_tiles_and_splits_of_few_tokens(rng: np.random.Generator, poison: Any, shape: tuple[int, int, bool]) -> None:
+@pytest.mark.parametrize("fast", [False, True], ids=["full", "fast"])
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(s, marks=[pytest.mark.sanitize] * (s == (64, 64))) for s in kernels._FEW],
+    ids=kernels.few_entry,
+)
+def test_tiles_and_splits_of_few_tokens(
+    rng: np.random.Generator, poison: Any, shape: tuple[int, int], fast: bool
+) -> None:
     need("scaled_few")
-    tokens, widest, fast = shape
-    for tile, split, m in itertools.product((16, 112, widest - 16, widest), (1, 2, 4, 8), (tokens, 2 * tokens + 3)):
+    tokens, widest = shape
+    for tile, split, m in itertools.product((16, widest - 16, widest), (1, 2, 4, 8), (tokens, 2 * tokens + 3)):
+        if split > kernels.few_most_split(shape):
+            continue
         c = case(rng, m, 600, 1040)
-        for per_sm in {1, kernels._FEW[shape]}:
+        for per_sm in {1, kernels._FEW[shape][fast]}:
             of = shape, tile, split, per_sm
-            p = ScaledProblem(E4M3, E4M3, "bfloat16", m, 600, 1040, fast)
-            if kernels.few_launch(runtime.target(), p, *of).stages < 2:
-                continue
             with served_by("scaled_few", lambda t, p, of=of: kernels.few_launch(t, p, *of)):
-                y = multiply(c, poison, fast=fast)
+                y, again = (multiply(c, poison, fast=fast) for _ in range(2))
+            np.testing.assert_array_equal(y.get().view(np.uint16), again.get().view(np.uint16))
             try:
                 c.check(y, "bfloat16", acc_of(1040, fast))
             except AssertionError as wrong:

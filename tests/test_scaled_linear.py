@@ -640,7 +640,7 @@ def test_the_kernels_that_may_serve(rng: np.random.Generator) -> None:
     for scheme in QUANTISING:
         layer = made(rng, scheme, 3, 4)
         names = [row.name for row in layer._rows(layer.weight)]
-        products = ("scaled_async", "scaled_wgmma", "scaled_few", "scaled_mma_sync")
+        products = ("scaled_async", "scaled_wgmma", "scaled_few", "scaled_few_fast", "scaled_mma_sync")
         assert names == ["activations", *(f"{product}_e4m3_e4m3" for product in products)]
 
 
