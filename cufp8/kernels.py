@@ -599,17 +599,21 @@ def _wgmma_dtypes(weight: Weight) -> tuple[str, ...]:
     return tuple(x for x in ("bfloat16", "float16") if not (weight.block and x in weight.scales_sums))
 
 
-def _wgmma_entries(weight: Weight, arch: Arch) -> tuple[str, ...]:
-    return _tile_entries("wgmma", weight, _wgmma_dtypes(weight)) if arch.wgmma else ()
+def _wgmma_entries(weight: Weight, x_dtype: str, many: bool, arch: Arch) -> tuple[str, ...]:
+    """Of the binary for 256 tokens of a block (`many`), or of the one for fewer."""
+    entries = _tile_entries("wgmma", weight, (x_dtype,)) if arch.wgmma else ()
+    return tuple(e for e in entries if e.endswith("_256") == many)
 
 
-def _wgmma_serves(target: Target, p: Problem) -> bool:
+def _wgmma_serves(entries: Callable[[Arch], tuple[str, ...]], target: Target, p: Problem) -> bool:
     # us of a chain on an H200, against bulk_mma.cu. M = 16: 14336x4096 18.2 / 17.6, 28672x8192 61 / 57; M = 32:
     # 14336x4096 18.0 / 20.2, 28672x8192 59 / 66, but 4096x14336 22.1 / 21.0; M = 64: 4096x14336 23.3 / 27.5.
-    fits = arch_of(target.arch).wgmma and _tiles_serve(target, p) and p.x_dtype in _wgmma_dtypes(WEIGHTS[p.weight])
-    return fits and (p.m > 16 or p.batch_invariant)
+    arch = arch_of(target.arch)
+    fits = arch.wgmma and _tiles_serve(target, p) and (p.m > 16 or p.batch_invariant)
+    return fits and _wgmma_plan(target, p).entry in entries(arch)
 
 
+@cache
 def _wgmma_plan(target: Target, p: Problem) -> Launch:
     if p.batch_invariant:
         return _invariant("wgmma", target, p)
@@ -1065,17 +1069,22 @@ def _linear_rows(weight: Weight) -> list[Kernel]:
         name = weight.layout if name == "layout" else name if weight.name == "fp8" else f"{name}_{weight.name}"
         return Kernel(name, source, args, (*defines, *weight.defines), weight=weight.name, **rest)
 
-    rows = [
-        row(
-            "wgmma",
+    def wgmma_row(x_dtype: str, many: bool) -> Kernel:
+        entries = partial(_wgmma_entries, weight, x_dtype, many)
+        return row(
+            f"wgmma_{x_dtype}{'_256' * many}",
             "wgmma.cu",
             TILE_ARGS,
-            _tile_defines("wgmma"),
-            entries=partial(_wgmma_entries, weight),
-            serves=_wgmma_serves,
+            (("X_IS_FLOAT16", int(x_dtype == "float16")), ("TOKENS_256", int(many)), *_tile_defines("wgmma")),
+            entries=entries,
+            serves=partial(_wgmma_serves, entries),
             plan=_wgmma_plan,
             dynamic_smem=True,
-        ),
+        )
+
+    rows = [
+        *(wgmma_row(x, False) for x in _wgmma_dtypes(weight)),
+        *(wgmma_row(x, True) for x in _wgmma_dtypes(weight) if 256 in _tiles("wgmma", weight, x)),
         row(
             "cublas",
             "widen.cu",

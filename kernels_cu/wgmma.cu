@@ -69,17 +69,17 @@ template <class X_, int TOKENS_> struct WarpGroups {
     }
 };
 
-TILE_ENTRY(wgmma_bfloat16_32, WarpGroups, BF16, 32)
-TILE_ENTRY(wgmma_bfloat16_64, WarpGroups, BF16, 64)
-TILE_ENTRY(wgmma_bfloat16_128, WarpGroups, BF16, 128)
-#if !SUMS_BFLOAT16
-TILE_ENTRY(wgmma_bfloat16_256, WarpGroups, BF16, 256)
+#if X_IS_FLOAT16
+#define ENTRY(TOKENS) TILE_ENTRY(wgmma_float16_##TOKENS, WarpGroups, F16, TOKENS)
+#else
+#define ENTRY(TOKENS) TILE_ENTRY(wgmma_bfloat16_##TOKENS, WarpGroups, BF16, TOKENS)
 #endif
-#if !(IS_MX && SUMS_FLOAT16) // a step has two scales
-TILE_ENTRY(wgmma_float16_32, WarpGroups, F16, 32)
-TILE_ENTRY(wgmma_float16_64, WarpGroups, F16, 64)
-TILE_ENTRY(wgmma_float16_128, WarpGroups, F16, 128)
-#endif
-#if !SUMS_FLOAT16
-TILE_ENTRY(wgmma_float16_256, WarpGroups, F16, 256)
+
+// A binary of its own: the compiler takes as long for it as for the others together.
+#if TOKENS_256
+ENTRY(256)
+#else
+ENTRY(32)
+ENTRY(64)
+ENTRY(128)
 #endif

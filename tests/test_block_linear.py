@@ -304,7 +304,9 @@ def test_the_rows_of_a_layer(rng: np.random.Generator, kind: str) -> None:
     name = {"NVFP4": "nvfp4", "MXFP4": "mxfp4", "MXFP8": "mxfp8"}.get(kind.removesuffix(" wide"), "fp8_block")
     assert linear._kind(layer.weight) is WEIGHTS[name]
     names = {row.name for row in layer._rows(layer.weight)}
-    assert names == {f"{row}_{name}" for row in ("gemv", "mma_sync", "async_mma", "bulk_mma", "wgmma")}
+    wgmma = {"fp8_block": ("bfloat16", "float16"), "nvfp4": ("bfloat16", "float16", "bfloat16_256", "float16_256")}
+    some = (f"wgmma_{end}" for end in wgmma.get(name, ("bfloat16", "bfloat16_256")))
+    assert names == {f"{row}_{name}" for row in ("gemv", "mma_sync", "async_mma", "bulk_mma", *some)}
     assert WEIGHTS[name].layout in kernels.ROWS
 
 
@@ -335,7 +337,7 @@ def can(row: Kernel, target: Target, p: Problem) -> bool:
         "mma_sync": tensor,
         "async_mma": tensor and arch.bf16_mma and p.aligned16 and p.m <= 16 and not kernels._too_wide(p),
         "bulk_mma": tiles,
-        "wgmma": tiles and arch.wgmma and p.x_dtype in kernels._wgmma_dtypes(WEIGHTS[p.weight]),
+        "wgmma": tiles and arch.wgmma and kernels._wgmma_plan(target, p).entry in row.entries(arch),
     }[row_of(row)]
 
 

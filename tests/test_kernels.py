@@ -68,7 +68,7 @@ def tokens_of(launch: Launch) -> int:
 
 SERVING = [row for row in KERNELS if row.linear and row.weight == "fp8"]  # the others: test_block_linear.py
 MAX_ASYNC_WARPS = 16
-TENSOR = {"mma_sync", "async_mma", "bulk_mma", "wgmma"}  # rows on tensor cores
+TENSOR = {"mma_sync.cu", "async_mma.cu", "bulk_mma.cu", "wgmma.cu"}  # files of rows on tensor cores
 CASES = list(itertools.product(ARCHS, FLOATS))
 
 
@@ -124,7 +124,7 @@ def test_every_output_has_a_block_and_no_block_is_idle(arch: str, x_dtype: str) 
     for target in targets(arch):
         for p in problems(x_dtype):
             row = pick(target, p)
-            if row.plan is None or row.name in kernels._TILES:
+            if row.plan is None or row.args is kernels.TILE_ARGS:
                 continue
             launch = row.plan(target, p)
             tokens, *rest = numbers_of(launch)
@@ -202,33 +202,35 @@ def test_a_captured_problem_never_gets_cublas(arch: str, x_dtype: str) -> None:
 def test_tensor_cores_multiply_16_bit_numbers_only(arch: str) -> None:
     for x_dtype, target in itertools.product(FLOATS, targets(arch)):
         fits = x_dtype == "float16" or (x_dtype == "bfloat16" and arch != "sm_75")
-        names = {pick(target, p).name for p in problems(x_dtype)}
-        assert bool(names & TENSOR) == fits
-        assert ("bulk_mma" in names) == (fits and ARCHS[arch].bulk)
-        assert ("wgmma" in names) == (fits and ARCHS[arch].wgmma)
+        files = {pick(target, p).source for p in problems(x_dtype)}
+        assert bool(files & TENSOR) == fits
+        assert ("bulk_mma.cu" in files) == (fits and ARCHS[arch].bulk)
+        assert ("wgmma.cu" in files) == (fits and ARCHS[arch].wgmma)
 
 
 @pytest.mark.parametrize(("arch", "x_dtype"), CASES)
 def test_rows_get_only_what_they_can_do(arch: str, x_dtype: str) -> None:
     for target, p in itertools.product(targets(arch), problems(x_dtype)):
-        name = pick(target, p).name
+        picked = pick(target, p)
+        name = picked.name
         if p.m == 1:
             assert name == ("async_mma" if arch != "sm_75" and x_dtype != "float32" and p.aligned16 else "gemv"), p
         if not p.aligned16:
-            assert name != "async_mma" and name not in kernels._TILES, p  # they copy 16 bytes of x, or more
+            assert name != "async_mma" and picked.args is not kernels.TILE_ARGS, p  # they copy 16 bytes of x, or more
         if name == "async_mma":
             assert p.m <= 16, p
-        if name == "wgmma":
+        if picked.source == "wgmma.cu":
             assert p.m > 16, p
+            assert (x_dtype in name, name.endswith("_256")) == (True, tokens_of(picked.plan(target, p)) == 256), p
         if name == "gemv":  # what no other row can
             assert not any(row.serves(target, p) for row in SERVING if row.name not in ("gemv", "cublas")), p
         if x_dtype == "float32" or (x_dtype, arch) == ("bfloat16", "sm_75"):
-            assert name not in TENSOR, p
+            assert picked.source not in TENSOR, p
 
 
 @pytest.mark.parametrize(("arch", "x_dtype"), CASES)
 def test_what_does_not_depend_on_m_is_served_alike(arch: str, x_dtype: str) -> None:
-    """Batch invariant: one row, one kind of kernel, one way to add up k for all numbers of tokens, captured or not."""
+    """Batch invariant: one file, one kind of kernel, one way to add up k for all numbers of tokens, captured or not."""
     sizes = (1, 1000, 2112, 4096, 50_257), (8, 384, 448, 1000, 1024, 4096), (True, False)
     for target in [*targets(arch), *(dataclasses.replace(target, sms=1) for target in targets(arch)[:1])]:
         for n, k, aligned16 in itertools.product(*sizes):
@@ -238,14 +240,14 @@ def test_what_does_not_depend_on_m_is_served_alike(arch: str, x_dtype: str) -> N
                 row = pick(target, p)
                 launch = row.plan(target, p)
                 assert launch.entry in row.entries(ARCHS[arch])
-                if row.name in kernels._TILES:
+                if row.args is kernels.TILE_ARGS:
                     check_tile_launch(target, p, launch)
                     assert tokens_of(launch) >= 32, (p, launch)  # fewer add up k in two sums
                     args = tile_fields(launch)
-                    seen.setdefault((row.name, launch.split, args["ways"], args["tile"], args["wider"]), m)
+                    seen.setdefault((row.source, launch.split, args["ways"], args["tile"], args["wider"]), m)
                 else:
                     assert row.name in ("gemv", "mma_sync"), (p, launch)
-                    seen.setdefault((row.name, launch.split), m)
+                    seen.setdefault((row.source, launch.split), m)
             assert len(seen) == 1, (target, n, k, seen)
 
 
@@ -320,7 +322,7 @@ def tile_problems() -> Iterator[tuple[Target, Problem, Launch]]:
             for m, n, k in itertools.product(tokens, sizes, (8, 64, 72, 512, 1024, 4096, 4104)):
                 p = Problem("FP8A16", (1, k), "bfloat16", "bfloat16", m, n, k)
                 row = pick(target, p)
-                if row.name in kernels._TILES:
+                if row.args is kernels.TILE_ARGS:
                     yield target, p, row.plan(target, p)
     shapes = [(name, some) for name, tokens in kernels._TILES.items() for some in tokens]
     sizes = (1, 4096), (17, 520), (300, 2048), (2000, 64)
@@ -420,14 +422,15 @@ def test_launches_of_tiles_are_what_the_kernels_take(arch: str) -> None:
     for x_dtype, target in itertools.product(("bfloat16", "float16"), targets(arch)):
         for p in problems(x_dtype):
             row = pick(target, p)
-            if row.name not in kernels._TILES:
+            if row.args is not kernels.TILE_ARGS:
                 continue
             launch = row.plan(target, p)
             tokens = tokens_of(launch)
             check_tile_launch(target, p, launch)
             # As many as registers allow, and shared memory: a multiprocessor has as much as one block may have, and
             # 1 KiB that the system keeps for each block.
-            fitting = min(kernels._TILES[row.name][tokens], (target.smem_bytes + KIB) // (launch.smem_bytes + KIB))
+            blocks = kernels._TILES[name_of(launch)][tokens]
+            fitting = min(blocks, (target.smem_bytes + KIB) // (launch.smem_bytes + KIB))
             assert fitting >= 1
             if launch.split == 1:  # blocks that take tile after tile run at once
                 assert launch.grid[0] <= target.sms * fitting, (target, p, launch)
@@ -610,7 +613,7 @@ def test_no_ring_of_a_launch_stops_or_mixes_steps() -> None:
         for arch in ARCHS
         for target in targets(arch)
         for p in problems("bfloat16")
-        if (row := pick(target, p)).name in kernels._TILES and (launch := row.plan(target, p))
+        if (row := pick(target, p)).args is kernels.TILE_ARGS and (launch := row.plan(target, p))
     }
     assert {kind for kind, _, _ in rings} == {"ahead", "plain", "wgmma", "tight"}
     for kind, stages, ways in sorted(rings):

@@ -564,8 +564,9 @@ def can(row: Kernel, target: Target, p: Problem) -> bool:
     arch = kernels.arch_of(target.arch)
     if p.x_dtype == "bfloat16" and not arch.bf16_mma and row.name == "mma_sync":
         return False
-    if row.name == "wgmma":  # any number of tokens
-        return arch.wgmma and ROWS["bulk_mma"].serves(target, p)
+    if row.source == "wgmma.cu":  # any number of tokens
+        fits = arch.wgmma and ROWS["bulk_mma"].serves(target, p)
+        return fits and row.plan(target, p).entry in row.entries(arch)
     if row.name == "async_mma":  # any number of channels
         return bool(row.entries(arch)) and p.x_dtype != "float32" and p.aligned16 and p.m <= ASYNC[-1][0]
     return bool(row.serves(target, p) or ABLE.get(row.name, lambda p: False)(p))
@@ -1454,15 +1455,20 @@ def ways_of(launch: kernels.Launch) -> int:
 @contextlib.contextmanager
 def launched(layers: list[cufp8.Linear], way: Way | AsyncWay) -> Iterator[None]:
     """Inside, the layers' calls are launched in that way."""
-    row = dataclasses.replace(ROWS[way.name], plan=way.launch)
+
+    def pick(target: Target, p: Problem) -> Kernel:
+        entry, arch = way.launch(target, p).entry, kernels.arch_of(target.arch)
+        return dataclasses.replace(next(row for row in LINEAR if entry in row.entries(arch)), plan=way.launch)
+
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(choosing(layer, lambda target, p: row))
+            stack.enter_context(choosing(layer, pick))
         yield
 
 
 def needs(name: str) -> None:
-    if not ROWS[name].entries(kernels.arch_of(runtime.target(0).arch)):
+    arch = kernels.arch_of(runtime.target(0).arch)
+    if not any(row.entries(arch) for row in LINEAR if row.source == f"{name}.cu"):
         pytest.skip(f"this GPU has no {name}")
 
 
@@ -1859,7 +1865,8 @@ def test_many_tokens_as_the_table_plans_them(
                     assert_close_on_gpu(y, tuple(e[:m] for e in exact), out_dtype or x_dtype, acc_of(name, x_dtype))
                     assert_same_bits(layer(pitched[:m]), y, "x elsewhere")
     arch = kernels.arch_of(runtime.target(0).arch)
-    assert {row for row in ("async_mma", "bulk_mma", "wgmma") if ROWS[row].entries(arch)} <= served
+    names = ("async_mma", "bulk_mma", f"wgmma_{x_dtype}", f"wgmma_{x_dtype}_256")
+    assert {name for name in names if ROWS[name].entries(arch)} <= served
 
 
 @pytest.mark.gpu
