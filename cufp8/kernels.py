@@ -1023,9 +1023,9 @@ BLOCK_FORMATS = {
     ("float8_e5m2", "float8_e8m0fnu"): "mxfp8_e5m2",
 }
 BLOCK_THREADS, BLOCK_ROW_THREADS = 256, 512  # of a block, at most; of one that has a row for itself
-# Units of 16 values that a thread has at once, by the bytes of a value; of values_* one, while rows are few.
+# Units of 16 values that a thread has at once, by the bytes of a value; of values_* few, while rows are few.
 BLOCK_KEPT = {2: 4, 4: 2}
-_FEW_ROWS = 132
+_FEW_ROWS = 1024
 
 
 def values_dtype(arch: Arch, weight: str) -> str:

@@ -346,9 +346,13 @@ def on_host(a: QuantizedTensor, b: QuantizedTensor, bias: Any, out_dtype: str, o
                 sums = np.zeros((r.stop - r.start, c.stop - c.start), np.float32)
                 for i in _parts(k, _HOST_COLUMNS):
                     sums += a.widened(r, i) @ b.widened(c, i).T
-                sums *= a.row_scale(r)[:, None]
+                ga, gb = a.row_scale(r)[:, None], b.row_scale(c)
+                if a.global_scale is not None:  # as kernels_cu/factors.cuh does
+                    apart = (ga < 1) != (gb < 1)
+                    ga, gb = np.where(apart, ga * gb, ga), np.where(apart, np.float32(1), gb)
+                sums *= ga
                 # In float64 the product is exact and the sum's rounding is far below float32's: as one fmaf.
-                v = sums.astype(np.float64) * b.row_scale(c)
+                v = sums.astype(np.float64) * gb
                 if offset is not None:
                     v += offset[c]
                 y[r, c] = v.astype(np.float32).astype(y.dtype)

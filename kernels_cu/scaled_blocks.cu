@@ -1,10 +1,11 @@
-// y[m, n] = round(fmaf(ga[m] * sum_k a[m, k] * b[n, k], gb[n], bias[n])) of codes times the scales of their blocks, each
+// y[m, n] = round(sum_k a[m, k] * b[n, k] * ga[m] * gb[n] + bias[n]) of codes times the scales of their blocks, each
 // operand in a format of blocks.cuh, by mma.sync of the codes as float16, which has them exactly; scales multiply float32
 // sums of 16 along k. Any m, n, k, any arch; rows of codes and scales on any byte and any pitch; ga, gb, bias float32.
 // Grid (ceil(n / 64), groups of TOKENS); block of 4 warps: 2 along m by 2 along n, or of 16 tokens 4 along n.
 // Shared memory: 64 along k of the rows of a, then of b, 16 bytes longer than they need: eight rows lie in different banks;
 // the scales of these. All of it may be written by the kernel before this one.
 #include "blocks.cuh"
+#include "factors.cuh"
 #include "mma.cuh"
 
 struct Operand {
@@ -187,7 +188,7 @@ template <int TOKENS> __device__ __forceinline__ void scaled_blocks(const BlockP
                 const int c = channel + warp_n + j / 2 * 8 + lane % 4 * 2 + j % 2;
                 if (c >= args.n) continue;
                 const float bias = args.bias ? args.bias[c] : 0.0f;
-                const float v = fmaf(sum[i][j / 2][2 * r + j % 2] * ga, factor_of(args.b, c), bias);
+                const float v = finish_sum(sum[i][j / 2][2 * r + j % 2], ga, factor_of(args.b, c), bias);
                 store_y(args.y, t * args.y_stride + c, v, args.out);
             }
         }

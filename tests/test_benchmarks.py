@@ -257,6 +257,9 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
         _row("cufp8", 8.0, 16, scheme="FP8_DYNAMIC", **sized),
         _row("cufp8-fast", 6.0, 16, scheme="FP8_DYNAMIC", **sized),
         _row("torch-linear-bf16", 9.0, 16, scheme="FP8_DYNAMIC", **sized),
+        _row("cufp8", 5.0, 16, scheme="MXFP8", error=1.7e-3, **sized),
+        _row("cufp8-mxfp8a16", 4.0, 16, scheme="MXFP8", **sized),
+        _row("torch-linear-bf16", 10.0, 16, scheme="MXFP8", **sized),
     ]
     for bench, rows in more.items():
         one = {**data, "rows": rows}
@@ -268,6 +271,8 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
         "| 1024 x 1000 x 4000 |  |  | 82 | 0.90x |  |  |",
         "| 1000 x 4000 | 4.00 (1.25x) |",  # of cuBLASLt's modes the fastest
         "| 1000 x 4000 | 16 | 8.00 | 6.00 |  | 9.00 | 1.50x |",
+        "| 1000 x 4000 | 16 |  |  |  |  | 5.00 (2.00x) | 4.00 (2.50x) |",
+        "against float64 on x and w as quantised: at most 1.7e-03.",
         "| 1000 x 3996 | bfloat16 | 20.0 | 3.00 | 86 % |",
         "| 1000 x 3996 | bfloat16, to NVFP4 (w is read twice) | 21.0 | 3.00 | 86 % |",
         "| 4096 x 3996 | NVFP4, a global scale per token | 13.0 | 3.00 | 86 % |",

@@ -108,14 +108,20 @@ def test_against_float64(rng: np.random.Generator, forms: tuple[str, str], out_d
                 reference.assert_scaled_close(y, exact(a, b, bias), out_dtype, HOST_ACC)
 
 
-def test_global_scales_multiply_the_sum_one_after_another() -> None:
-    """Their product alone is no float32: 2^-140, or Inf."""
-    ones = np.full((2, 64), 7, np.uint8), np.full((2, 4), 0x7E, np.uint8)  # 6 * 448
-    for ga, gb in ((2.0**-70, 2.0**-70), (2.0**-120, 2.0**100), (2.0**90, 2.0**60)):
-        a, b = (Side("nvfp4", *ones, np.float32([g])) for g in (ga, gb))
+def test_global_scales_of_all_sizes() -> None:
+    """Neither their product nor that of one and the sum need be a float32."""
+    check_factors(lambda a: a, lambda y: y)
+
+
+def check_factors(put: Callable[[Any], Any], get: Callable[[Any], np.ndarray]) -> None:
+    sizes = 2.0 ** np.array([-126, -90, -70, -30, -1, 0, 1, 30, 60, 90, 116])
+    for code, scale in ((7, 0x7E), (1, 0x01)):  # 6 * 448 and 2^-1 * 2^-9
+        codes, scales = np.full((len(sizes), 64), code, np.uint8), np.full((len(sizes), 4), scale, np.uint8)
+        a = Side("nvfp4", codes, scales, sizes.astype(np.float32))
         with np.errstate(over="ignore"):
-            want = np.float32(64.0 * 2688**2 * ga) * np.float32(gb)
-        assert (cufp8.scaled_mm(a.tensor(), b.tensor(), out_dtype="float32") == want).all()
+            want = (a.values @ a.values.T).astype(np.float32)
+        got = get(cufp8.scaled_mm(a.tensor(put), a.tensor(put), out_dtype="float32"))
+        np.testing.assert_array_equal(got, want, str(code))
 
 
 def test_scales_at_the_ends() -> None:
@@ -325,6 +331,7 @@ def test_scales_at_the_ends_on_the_gpu() -> None:
     import cupy
 
     check_ends(cupy.asarray, lambda y: y.get())
+    check_factors(cupy.asarray, lambda y: y.get())
 
 
 @pytest.mark.gpu
