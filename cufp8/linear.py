@@ -26,7 +26,7 @@ class Linear:
     to x's dtype. With scales of blocks the sum is of x * code * scale, and NVFP4A16's global scale is scale[n]; no
     scale is rounded into a code. FP8_DYNAMIC and FP8: x becomes e4m3fn in each call, by `quantize_activations`, and is
     multiplied so, by `scaled_mm`, which rounds once, to x's dtype. NVFP4, MXFP4 and MXFP8: the same with x in the
-    formats of the weight; a global scale of x multiplies the sum, in float32, before the fmaf. A GPU computes that by
+    formats of the weight; global scales of x and of the weight meet the sum as `scaled_mm` says. A GPU computes that by
     the kernels for 16-bit x, from the values that x's codes and scales stand for, which 16 bits have exactly. A NaN or
     Inf in x makes its row NaN where x is quantised.
 

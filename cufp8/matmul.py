@@ -31,7 +31,9 @@ def scaled_mm(
 
     y = round(fmaf(scale_a[m] * sum_k a[m, k] * b[n, k], scale_b[n], bias[n])): the sum, its product with scale_a, and
     the fmaf in float32; then one rounding, to out_dtype, ties to even. With block scales the sum is of codes times
-    their scales, no product of which is rounded, and scale_a and scale_b are the global scales of NVFP4, else 1.
+    their scales, no product of which is rounded, and scale_a and scale_b are the global scales of NVFP4, else 1; if one
+    is below 1 and the other is not, their product, rounded to float32, stands for both, so that nothing overflows that
+    the result does not.
 
     Parameters
     ----------

@@ -460,7 +460,11 @@ def test_values_of_all_kinds(rng: np.random.Generator, scheme: str, x_dtype: str
 @pytest.mark.gpu
 @x_dtypes
 @schemes
-def test_values_of_all_sizes(rng: np.random.Generator, scheme: str, x_dtype: str) -> None:
+def test_values_of_all_sizes(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, scheme: str, x_dtype: str
+) -> None:
+    monkeypatch.setattr(kernels, "_FEW_ROWS", 32)  # so that both ways are met
+    _block_launcher.cache_clear()
     with Cases() as cases:
         for k in (
             1,
