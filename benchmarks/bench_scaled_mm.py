@@ -257,7 +257,8 @@ def layer_group(bench: Any, scheme: str, m: int, n: int, k: int) -> dict[str, Me
     def error(contender: Contender, outputs: list[Any]) -> float:
         parts = [on_cupy(y)[:, weights.checked].astype(np.float64) for y in outputs]
         of = exact[contender.name in quantising]
-        return acceptable(contender, relative_l2(cupy.concatenate(parts), of), LARGEST_ERROR)
+        largest = None if scheme in QUANTIZERS else LARGEST_ERROR
+        return acceptable(contender, relative_l2(cupy.concatenate(parts), of), largest)
 
     measured = measure(queue, contenders, error, bench.memory.hold)
     ran = {name: result for name, result in measured.items() if isinstance(result, Measured)}

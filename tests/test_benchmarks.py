@@ -45,6 +45,7 @@ bench_linear = _module("bench_linear")
 bench_block_linear = _module("bench_block_linear")
 bench_decode = _module("bench_decode")
 bench_load = _module("bench_load")
+bench_scaled_mm = _module("bench_scaled_mm")
 
 RUN = {
     "date": "2026-11-30T10:00:00+00:00",
@@ -787,6 +788,18 @@ def test_formats_are_measured_in_one_group(host: _HostSession, monkeypatch: pyte
     done = bench_block_linear.group(host, 200, 144, 3)
     assert "MXFP4A16 cufp8: relative L2 error" in str(done["MXFP4A16", "cufp8"])
     assert done["MXFP4A16", "cufp8-fp16"].seconds
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "NVFP4", "MXFP4", "MXFP8"])
+def test_layers_that_quantise_x_are_measured(host: _HostSession, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    monkeypatch.setattr(bench_scaled_mm.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(measure, "GRAPH_SECONDS", 2e-6)
+    bench_scaled_mm.layer_group(host, scheme, 3, 200, 160)
+    *names, rival = bench_scaled_mm.layer_names(scheme)
+    assert [row["contender"] for row in host.written] == names and rival == "torch-linear-bf16"
+    assert set(table.BLOCK_LAYERS) == set(bench_scaled_mm.QUANTIZERS)
+    for row in host.written:
+        assert row["scheme"] == scheme and row["error"] == pytest.approx(1.7e-3, rel=0.2)
 
 
 @pytest.fixture
