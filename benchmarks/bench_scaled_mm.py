@@ -1,5 +1,6 @@
 """scaled_mm, FP8 by FP8: cufp8 against cuBLASLt through torch._scaled_mm, DeepGEMM, and F.linear in bfloat16; and
-layers of scheme FP8_DYNAMIC, which quantise x and then multiply, against FP8A16 and F.linear.
+layers that quantise x and then multiply (FP8_DYNAMIC, NVFP4, MXFP4, MXFP8), against those of the same weights and
+16-bit x, and F.linear.
 
 Schemes: tensor-fast, one scale each and sums in the tensor cores' registers; row-fast, a scale per token and channel;
 row-full, the same with float32 sums every 128 of k. All get the same codes. DeepGEMM knows scales of blocks alone: it
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cufp8
-from cufp8 import kernels, runtime
+from cufp8 import formats, kernels, runtime
 from cufp8.bench.linear import Weights, acceptable, on_cupy
 from cufp8.bench.linear import ours as ours_16bit
 from cufp8.bench.linear import torch_linear as linear_of_torch
@@ -37,6 +39,15 @@ PROBLEMS = MANY + [(m, n, k) for n, k in FEW_SHAPES for m in FEW_ROWS]
 SCHEMES = ["tensor-fast", "row-fast", "row-full"]
 LAYERS = [(1, 4096, 4096), (16, 4096, 4096), (1, 14336, 4096), (16, 14336, 4096), (64, 14336, 4096), (256, 14336, 4096)]
 LAYERS += [(1024, 8192, 8192), (4096, 8192, 8192)]
+# Schemes of layers -> what makes their weights, and where they are measured.
+QUANTIZERS: dict[str, Callable[[Any], cufp8.QuantizedTensor]] = {
+    scheme: partial(cufp8.quantize, scheme=scheme) for scheme in ("NVFP4", "MXFP4", "MXFP8")
+}
+BLOCK_LAYERS = [(m, 4096, 4096) for m in (1, 16, 256)] + [(m, 14336, 4096) for m in (1, 64, 256)]
+LAYER_CELLS = [
+    *(("FP8_DYNAMIC", *cell) for cell in LAYERS),
+    *((scheme, *cell) for cell in BLOCK_LAYERS for scheme in QUANTIZERS),
+]
 QUICK = [MANY[0], (16, 14336, 4096), (256, 14336, 4096)]
 RIVAL = TORCH["bfloat16"]
 LARGEST_ERROR = 0.1  # sums of 13 bits behind the point: torch._scaled_mm's come to 0.065
@@ -200,23 +211,34 @@ def group(bench: Any, scheme: str, m: int, n: int, k: int) -> dict[str, Measured
     return measured
 
 
-def layer_group(bench: Any, m: int, n: int, k: int) -> dict[str, Measured | Exception]:
-    """Measure layers whose x is bfloat16. That of FP8_DYNAMIC is exact where it multiplies x as quantised."""
+def layer_names(scheme: str) -> list[str]:
+    """The contenders of a layer's cell: with `fast_accum` too where there is one, then those of 16-bit x."""
+    fast = ["cufp8-fast"] * (scheme not in QUANTIZERS)
+    return ["cufp8", *fast, f"cufp8-{scheme.removesuffix('_DYNAMIC').lower()}a16", RIVAL]
+
+
+def layer_group(bench: Any, scheme: str, m: int, n: int, k: int) -> dict[str, Measured | Exception]:
+    """Measure layers whose x is bfloat16. One that quantises x is exact where it multiplies x as quantised."""
     import cupy
 
-    weights, queue = bench.weights(n, k), bench.queue
+    weights, queue, row = bench.weights(n, k), bench.queue, formats.SCHEMES[scheme]
+    if scheme in QUANTIZERS:
+        weights = weights.otherwise(QUANTIZERS[scheme])
     both = queue.array(normal((2 * m, k), m, k), "bfloat16")
-    x, q = [both[:m], both[m:]], cufp8.quantize_activations(on_cupy(both))
+    x = [both[:m], both[m:]]
+    q = cufp8.quantize_activations(on_cupy(both), block=row.x_block, dtype=row.dtype, scale_dtype=row.scale_dtype)
     exact = {
         False: weights.product(on_cupy(both), weights.checked),
-        True: weights.product(cupy.asarray(values())[q.codes] * q.scale, weights.checked),
+        True: weights.product(q.dequantize("float64"), weights.checked),
     }
+    quantising, others = ("cufp8", "cufp8-fast"), layer_names(scheme)
 
-    def dynamic(name: str, fast: bool) -> Contender:
+    def dynamic(name: str) -> Contender:
+        fast = name == "cufp8-fast"
         layers = weights.kept(
             (name, "layers"),
             lambda: [
-                cufp8.Linear.from_quantized(weights.fresh(), scheme="FP8_DYNAMIC", fast_accum=fast)
+                cufp8.Linear.from_quantized(weights.fresh(), scheme=scheme, fast_accum=fast)
                 for _ in range(weights.copies)
             ],
         )
@@ -227,18 +249,20 @@ def layer_group(bench: Any, m: int, n: int, k: int) -> dict[str, Measured | Exce
 
         return Contender(name, call, buffers, kernel=layers[0].kernels(m))
 
-    contenders = [dynamic("cufp8", False), dynamic("cufp8-fast", True), ours_16bit(queue, weights, x, "cufp8-fp8a16")]
+    contenders = [dynamic(name) for name in others if name in quantising]
+    contenders.append(ours_16bit(queue, weights, x, others[-2]))
     if importlib.util.find_spec("torch") is not None:
         contenders.append(linear_of_torch(weights, x, "bfloat16"))
 
     def error(contender: Contender, outputs: list[Any]) -> float:
         parts = [on_cupy(y)[:, weights.checked].astype(np.float64) for y in outputs]
-        of = exact[contender.name in ("cufp8", "cufp8-fast")]
-        return acceptable(contender, relative_l2(cupy.concatenate(parts), of), LARGEST_ERROR)
+        of = exact[contender.name in quantising]
+        largest = None if scheme in QUANTIZERS else LARGEST_ERROR
+        return acceptable(contender, relative_l2(cupy.concatenate(parts), of), largest)
 
     measured = measure(queue, contenders, error, bench.memory.hold)
     ran = {name: result for name, result in measured.items() if isinstance(result, Measured)}
-    bench.write("scaled_mm", [bench.row(name, r, scheme="FP8_DYNAMIC", m=m, n=n, k=k) for name, r in ran.items()])
+    bench.write("scaled_mm", [bench.row(name, r, scheme=scheme, m=m, n=n, k=k) for name, r in ran.items()])
     return measured
 
 
@@ -261,8 +285,14 @@ def test_scaled_mm(bench: Any, replay: Any, scheme: str, m: int, n: int, k: int,
     replay(f"scaled_mm {scheme} {n} x {k}, M = {m}", measured[contender])
 
 
-@pytest.mark.parametrize("contender", ["cufp8", "cufp8-fast", "cufp8-fp8a16", RIVAL])
-@pytest.mark.parametrize(("m", "n", "k"), LAYERS, ids=lambda size: str(size))
-def test_scaled_layer(bench: Any, replay: Any, m: int, n: int, k: int, contender: str) -> None:
-    measured = bench.once(("FP8_DYNAMIC", m, n, k), lambda: layer_group(bench, m, n, k))
-    replay(f"FP8_DYNAMIC layer {n} x {k}, M = {m}", measured[contender])
+@pytest.mark.parametrize(
+    ("scheme", "m", "n", "k", "contender"),
+    [
+        pytest.param(scheme, m, n, k, name, id=f"{scheme}-{n}x{k}-m{m}-{name}")
+        for scheme, m, n, k in LAYER_CELLS
+        for name in layer_names(scheme)
+    ],
+)
+def test_scaled_layer(bench: Any, replay: Any, scheme: str, m: int, n: int, k: int, contender: str) -> None:
+    measured = bench.once((scheme, m, n, k), lambda: layer_group(bench, scheme, m, n, k))
+    replay(f"{scheme} layer {n} x {k}, M = {m}", measured[contender])

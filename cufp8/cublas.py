@@ -66,7 +66,8 @@ def product(
                 f"widen_{x_dtype}",
                 (steps, -(-count // kernels.UNIT), 1),
                 64,
-                *(0, codes, 0, 0, wide.ptr, 0, 0, 0, n, k, steps, 0, *divmod(units, panels), first // kernels.UNIT, 0),
+                *(0, codes, 0, 0, wide.ptr, 0, 0, 0, n, k, steps, 0),
+                *(*divmod(units, panels), first // kernels.UNIT, 0, 0),
             )
             for token in range(0, m, tokens):
                 some = min(tokens, m - token)
@@ -83,5 +84,5 @@ def product(
                     256,
                     *(sums.ptr, 0, scale + 4 * first, bias + 4 * first if bias else 0),
                     *(y + (token * y_stride + first) * y_size, count, y_stride),
-                    *(some, count, k, steps, out, 1, 0, 1, 0),
+                    *(some, count, k, steps, out, 1, 0, 1, 0, 0),
                 )

@@ -187,13 +187,25 @@ class ScaledProblem:
     aligned16: bool = True  # every row of a and of b starts on a multiple of 16 bytes
 
 
+@dataclass(frozen=True)
+class BlockProblem:
+    """y [m, n] = a [m, k] @ b [n, k].T with both operands in BLOCK_FORMATS, which a and b name."""
+
+    a: str
+    b: str
+    out_dtype: str
+    m: int
+    n: int
+    k: int
+
+
 # The argument blocks of kernels, in struct's notation. `launch` packs them; the .cu files mirror them
 # and fail to compile if the size differs.
-# x codes scale bias y, strides of x and y, then m n k steps out panel wider split stages
-LINEAR_ARGS = struct.Struct("@PPPPPqqiiiiiiiiixxxx")
+# x codes scale bias y, strides of x and y, then m n k steps out panel wider split stages, and where tokens' factors lie
+LINEAR_ARGS = struct.Struct("@PPPPPqqiiiiiiiiiq")
 # the same, then a tile's units, how many tiles have one more, ways, where sums lie, early, and the tensor map of x
 TENSOR_MAP_BYTES = 128
-TILE_ARGS = struct.Struct(f"{LINEAR_ARGS.format}iiiii12x{TENSOR_MAP_BYTES}s")
+TILE_ARGS = struct.Struct(f"{LINEAR_ARGS.format}iiiii4x{TENSOR_MAP_BYTES}s")
 # a b, scale a b, bias y workspace, strides of a b y, then m n k out, scales' steps of a b, aligned whole weights,
 # stages split, tile early shared, and the tensor maps of a b y
 SCALED_ARGS = struct.Struct("@PPPPPPPqqqiiiiiiiiiiiiii56x" + f"{TENSOR_MAP_BYTES}s" * 3)
@@ -202,6 +214,8 @@ QUANTIZE_ARGS = struct.Struct("@PPPPqqqq")  # w codes scale status, strides n k,
 ACTIVATION_ARGS = struct.Struct("@PPPPPPPqqqqqqqiifffiii")
 # x codes scale factor given status, strides and step, k, then m format rule mode value
 BLOCK_ARGS = struct.Struct("@PPPPPPqqqqqiiiifxxxx")
+# of a and of b: codes scales factor, strides of codes and scales, format, factor's step; bias y, y's stride, m n k out
+BLOCK_PRODUCT_ARGS = struct.Struct("@" + "PPPqqii" * 2 + "PPqiiii")
 STREAM_ARGS = struct.Struct("@PPqq")  # source, destination, 16-byte words, whether to store
 
 # The layout that all kernels read (kernels_cu/linear.cuh): tiles of UNIT channels and STEP of k.
@@ -1025,8 +1039,14 @@ BLOCK_FORMATS = {
     ("float8_e5m2", "float8_e8m0fnu"): "mxfp8_e5m2",
 }
 BLOCK_THREADS, BLOCK_ROW_THREADS = 256, 512  # of a block, at most; of one that has a row for itself
-# Units of 16 values that a thread has at once, by the bytes of a value.
+# Units of 16 values that a thread has at once, by the bytes of a value; of values_* few, while rows are few.
 BLOCK_KEPT = {2: 4, 4: 2}
+_FEW_ROWS = 1024
+
+
+def values_dtype(arch: Arch, weight: str) -> str:
+    """What values_* of quantize_blocks.cu write, for a row of WEIGHTS: what has them exactly, and products there."""
+    return "bfloat16" if arch.bf16_mma else "float16" if weight == "nvfp4" else "float32"
 
 
 def block_most(x_dtype: str, whole: bool) -> int:
@@ -1040,7 +1060,8 @@ def blocks_launch(entry: str, m: int, k: int) -> Launch:
     if entry.endswith("_any") or what == "dequantize":  # blocks take turns, eight and more
         return Launch(entry, (max(m, 1), min(_ceil(k, 8 * BLOCK_THREADS), 65535), 1), BLOCK_THREADS)
     values = 16 * BLOCK_KEPT[FLOATS[x_dtype].itemsize]  # of a thread
-    threads = min(32 * _ceil(k, 32 * values), BLOCK_ROW_THREADS if entry.endswith("_token") else BLOCK_THREADS)
+    most = BLOCK_ROW_THREADS if entry.endswith("_token") or what == "values" else BLOCK_THREADS
+    threads = min(32 * _ceil(k, 32 * (16 if what == "values" and m <= _FEW_ROWS else values)), most)
     return Launch(entry, (max(m, 1), _ceil(k, values * threads), 1), threads)
 
 
@@ -1048,9 +1069,22 @@ def _block_entries(arch: Arch) -> tuple[str, ...]:
     kinds = ("nvfp4", "nvfp4_token", *(f for f in BLOCK_FORMATS.values() if f != "nvfp4"))
     return (
         *(f"quantize_{x}_{kind}" for x in FLOATS for kind in kinds),
+        *(f"values_{x}_{kind}" for x in FLOATS for kind in ("nvfp4", "mxfp4", "mxfp8_e4m3fn", "any")),
         *(f"amax_{x}" for x in FLOATS),
         *(entry for x in (*FLOATS, "float64") for entry in (f"quantize_{x}_any", f"amax_{x}_any", f"dequantize_{x}")),
     )
+
+
+# --- scaled_blocks.cu ------------------------------------------------------------------------------------
+
+
+def _scaled_blocks_serves(target: Target, p: BlockProblem) -> bool:
+    return True
+
+
+def _scaled_blocks_plan(target: Target, p: BlockProblem) -> Launch:
+    tokens = 16 if p.m <= 32 else 64
+    return Launch(f"scaled_blocks_{tokens}", (_ceil(p.n, 64), *_token_groups(_ceil(p.m, tokens))), 128)
 
 
 # --- stream.cu -------------------------------------------------------------------------------------------
@@ -1174,6 +1208,16 @@ KERNELS = (
         entries=_block_entries,
     ),
     Kernel(
+        "scaled_blocks",
+        "scaled_blocks.cu",
+        BLOCK_PRODUCT_ARGS,
+        (),
+        entries=lambda arch: ("scaled_blocks_16", "scaled_blocks_64"),
+        serves=_scaled_blocks_serves,
+        plan=_scaled_blocks_plan,
+        takes=BlockProblem,
+    ),
+    Kernel(
         "stream",
         "stream.cu",
         STREAM_ARGS,
@@ -1187,6 +1231,6 @@ ROWS = {row.name: row for row in KERNELS}
 
 
 @cache
-def pick(target: Target, problem: Problem | ScaledProblem) -> Kernel:
+def pick(target: Target, problem: Problem | ScaledProblem | BlockProblem) -> Kernel:
     """The first row of KERNELS that serves the problem on the target."""
     return next(row for row in KERNELS if row.takes is type(problem) and row.serves(target, problem))

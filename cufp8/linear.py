@@ -26,8 +26,9 @@ class Linear:
     to x's dtype. With scales of blocks the sum is of x * code * scale, and NVFP4A16's global scale is scale[n]; no
     scale is rounded into a code. FP8_DYNAMIC and FP8: x becomes e4m3fn in each call, by `quantize_activations`, and is
     multiplied so, by `scaled_mm`, which rounds once, to x's dtype. NVFP4, MXFP4 and MXFP8: the same with x in the
-    formats of the weight; a global scale of x multiplies the sum, in float32, before the fmaf. A NaN or Inf in x makes
-    its row NaN where x is quantised.
+    formats of the weight; global scales of x and of the weight meet the sum as `scaled_mm` says. A GPU computes that by
+    the kernels for 16-bit x, from the values that x's codes and scales stand for, which 16 bits have exactly. A NaN or
+    Inf in x makes its row NaN where x is quantised.
 
     Parameters
     ----------
@@ -41,7 +42,7 @@ class Linear:
         "FP8": e4m3fn weights with one scale, activations in e4m3fn with one scale, `input_scale`.
         "NVFP4A16", "MXFP4A16", "MXFP8A16": weights with a scale for 16 or 32 neighbours of a row (`quantize`),
         activations as they are. By `from_quantized` also FP8A16 with a scale for each block of 128 x 128.
-        "NVFP4", "MXFP4", "MXFP8": the same weights; activations so too, their scales found in each call. On the CPU.
+        "NVFP4", "MXFP4", "MXFP8": the same weights; activations so too, their scales found in each call.
     device
         "cpu", "cuda", "cuda:i". None: where the weights are if that is a GPU, else the current GPU, else "cpu".
     out_dtype
@@ -101,7 +102,7 @@ class Linear:
         input_scale: Any = None,
         fast_accum: bool = False,
     ) -> None:
-        place = _place(device, interop.array(weights, "Linear: weights"), scheme)
+        place = _place(device, interop.array(weights, "Linear: weights"))
         self._set(scheme, out_dtype, pdl, batch_invariant, input_scale, fast_accum)
         self._take(quantize_to(weights, place, scheme), bias)
 
@@ -150,7 +151,7 @@ class Linear:
             )
         layer = cls.__new__(cls, scheme=scheme)
         layer._set(scheme, out_dtype, pdl, batch_invariant, input_scale, fast_accum)
-        layer._take(q.to(_place(device, q.codes, scheme)), bias, _ordered)
+        layer._take(q.to(_place(device, q.codes)), bias, _ordered)
         return layer
 
     @staticmethod
@@ -223,7 +224,7 @@ class Linear:
         cupy.cuda.runtime.deviceSynchronize()
         self._kind, self._wide = _kind(q), _scales_are_wide(q)
         self._panels = kernels.panels_split(*self.shape, self._target.sms)[0]
-        self._form = {"dtype": q.dtype, "scale_dtype": q.scale_dtype, "block": q.block}
+        self._form = {"dtype": q.dtype, "scale_dtype": q.scale_dtype, "block": q.block, "_scheme": q.scheme}
         if q.global_scale is not None:
             self._form["global_scale"] = cupy.array(q.global_scale)
             self._scale = cupy.array(cupy.broadcast_to(self._form["global_scale"], self.shape[:1]))
@@ -273,7 +274,7 @@ class Linear:
 
     def to(self, device: str) -> Linear:
         """The same layer on another device; itself if it is there already."""
-        if _place(device, None, self.scheme) == self.device:
+        if _place(device, None) == self.device:
             return self
         q = self.weight.to(device)
         bias = None if self.bias is None else interop.to_host(self.bias)
@@ -421,7 +422,8 @@ class Linear:
             self._plans.clear()
         self._plans[key] = value
 
-    def _launch_plan(self, p: Problem) -> Callable[..., None]:
+    def _launch_plan(self, p: Problem, factors: int = 0) -> Callable[..., None]:
+        """factors: how many bytes behind x a factor for each token lies; 0: there is none."""
         row = pick(self._target, p)
         launch = row.plan(self._target, p)
         pdl = self.pdl and kernels.arch_of(self._target.arch).pdl
@@ -429,7 +431,7 @@ class Linear:
         bias = 0 if self.bias is None else self.bias.data.ptr
         units, steps = kernels.units_steps(p.n, p.k)
         tail = p.m, p.n, p.k, steps, _OUT[p.out_dtype], *divmod(units, self._panels), launch.split, launch.stages
-        tail += launch.fields
+        tail += factors, *launch.fields
         return runtime.Product(row, launch, self._index, pdl, (codes, scale, bias), tail).queue
 
     def _library(
@@ -654,8 +656,8 @@ def fuse(layers: Iterable[Linear]) -> Linear:
     )  # fmt: skip
 
 
-def _place(device: str | None, weights: Any, scheme: str) -> str:
-    """The device a layer of a scheme goes to: "cpu" or "cuda:i"; raises if no kernel serves it there."""
+def _place(device: str | None, weights: Any) -> str:
+    """The device a layer goes to: "cpu" or "cuda:i"."""
     if device is None and not interop.on_host(weights):
         device = f"cuda:{weights.device.id}"
     elif device is None:
@@ -663,12 +665,6 @@ def _place(device: str | None, weights: Any, scheme: str) -> str:
     elif device == "cuda":
         runtime.require()
         device = f"cuda:{runtime.current_device()}"
-    if device.startswith("cuda") and scheme in SCHEMES and SCHEMES[scheme].x_in_blocks:
-        allowed = ", ".join(name for name, row in SCHEMES.items() if row.x_block is None)
-        raise ValueError(
-            f"Linear: no kernel serves {scheme} on a GPU yet; allowed there are {allowed}, which leave activations in "
-            "16 bits; or pass device='cpu'."
-        )
     return device
 
 
@@ -742,4 +738,4 @@ def _relayout(
     launch = kernels.Launch(entry, (steps, min(units, 65535), 1), 64)
     launcher = runtime.launcher(kind.layout, launch, device)
     stream = cupy.cuda.get_current_stream().ptr
-    launcher(stream, x, codes, 0, 0, y, x_stride, y_stride, 0, *shape, steps, 0, *divmod(units, panels), 1, 0)
+    launcher(stream, x, codes, 0, 0, y, x_stride, y_stride, 0, *shape, steps, 0, *divmod(units, panels), 1, 0, 0)

@@ -1,4 +1,4 @@
-"""scaled_mm: y = a @ b.T with both operands in FP8, scaled by tensor or by row."""
+"""scaled_mm: y = a @ b.T with both operands in FP8, scaled by tensor or by row, or in FP8 or FP4 by blocks of a row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from cufp8 import interop, kernels, runtime
 from cufp8.formats import FLOATS
-from cufp8.kernels import SCALED_FORMATS, Launch, ScaledProblem, pick
+from cufp8.kernels import BLOCK_FORMATS, SCALED_FORMATS, BlockProblem, Launch, ScaledProblem, pick
 from cufp8.quantize import QuantizedTensor
 
 _OUT = {name: i for i, name in enumerate(FLOATS)}  # ScaledOut in kernels_cu/scaled.cuh
@@ -27,25 +27,32 @@ def scaled_mm(
     fast_accum: bool = False,
     out: Any = None,
 ) -> Any:
-    """y = a @ b.T of two FP8 matrices.
+    """y = a @ b.T of two FP8 matrices, or of two with scales for blocks of a row, in FP8 or FP4.
 
     y = round(fmaf(scale_a[m] * sum_k a[m, k] * b[n, k], scale_b[n], bias[n])): the sum, its product with scale_a, and
-    the fmaf in float32; then one rounding, to out_dtype, ties to even.
+    the fmaf in float32; then one rounding, to out_dtype, ties to even. With block scales the sum is of codes times
+    their scales, no product of which is rounded, and scale_a and scale_b are the global scales of NVFP4, else 1; if one
+    is below 1 and the other is not, their product, rounded to float32, stands for both, so that nothing overflows that
+    the result does not.
 
     Parameters
     ----------
     a
         QuantizedTensor [M, K], M at least 0, one float32 scale per tensor, block (-1, -1), or per row (token), (1, K).
+        Or float4_e2m1fn with float8_e4m3fn scales of 16 (NVFP4), or float8_e8m0fnu scales of 32 (MXFP4, or MXFP8 with
+        float8_e4m3fn or float8_e5m2), as `quantize_activations` and `quantize` make them.
     b
         QuantizedTensor [N, K], scaled per tensor or per row (channel), on the device of a. One of a and b may be
-        float8_e5m2, else they are float8_e4m3fn. Rows may lie apart; codes in another order are copied first.
+        float8_e5m2, else they are float8_e4m3fn. If a has block scales, so has b: any of those formats, not only a's.
+        Rows may lie apart; codes in another order are copied first.
     bias
         None, or float32 [N] on the device of a.
     out_dtype
         "bfloat16", "float16" or "float32".
     fast_accum
         On a GPU of sm_90: True lets sums of any K stay in the tensor cores' registers, which cut each product and each
-        sum of 32 to 13 bits behind the point; False adds every 128 of K in float32. Elsewhere the same as False.
+        sum of 32 to 13 bits behind the point; False adds every 128 of K in float32. Elsewhere, and with block scales,
+        the same as False.
     out
         Where the result goes: any library's array on the device of a, [M, N] of out_dtype, rows contiguous; it may
         share memory with nothing that is read. None: a new array.
@@ -61,13 +68,15 @@ def scaled_mm(
     TypeError
         If a or b is no QuantizedTensor, bias no float32 array, or out no array that can be written.
     ValueError
-        If dtypes of a and b are no such pair, their K differ, a scale is per group or not float32, out_dtype is not one
-        of the three, bias or out does not fit, out overlaps what is read, or not all are on one device.
+        If dtypes of a and b are no such pair, their K differ, a scale is per group, per block of several rows or, of
+        one of the two alone, per block of a row, out_dtype is not one of the three, bias or out does not fit, out
+        overlaps what is read, or not all are on one device.
     runtime.DeviceError
         If the driver refuses the launch.
 
-    Source: OCP 8-bit Floating Point Specification (OFP8) 1.0, section 5, for the formats; DeepSeek-V3 Technical Report,
-    section 3.5.2, for the bits that tensor cores keep.
+    Source: OCP 8-bit Floating Point Specification (OFP8) 1.0, section 5, and OCP Microscaling Formats (MX)
+    Specification 1.0, sections 5 and 6.2, for the formats and their product; DeepSeek-V3 Technical Report, section
+    3.5.2, for the bits that tensor cores keep.
     """
     _check_operands(a, b, out_dtype)
     if interop.on_host(a.codes):
@@ -89,11 +98,14 @@ def scaled_mm(
         y_stride = n
     else:
         library, y = interop.adapter(out), out
-        read = a.codes, a.scale, b.codes, b.scale, bias
+        read = a.codes, a.scale, a.global_scale, b.codes, b.scale, b.global_scale, bias
         y_ptr, y_stride = _check_out(library, out, (m, n), out_dtype, device, read)
         stream = library.stream(out)
     bias_ptr = 0 if bias is None else bias.data.ptr
     if m == 0:
+        return y
+    if _in_blocks(a):
+        _queue_blocks(stream, device, (m, n, k), out_dtype, a, b, bias_ptr, (y_ptr, y_stride))
         return y
     (a_codes, a_stride), (b_codes, b_stride) = _rows(codes, stream), _rows(b.codes, stream)
     a_ptr, b_ptr = a_codes.data.ptr, b_codes.data.ptr
@@ -183,6 +195,41 @@ def _launcher(device: int, *fields: Any) -> tuple[runtime.Launcher, Launch]:
     return runtime.Launcher(row, launch, device, pdl=kernels.arch_of(target.arch).pdl), launch
 
 
+def _in_blocks(q: QuantizedTensor) -> bool:
+    """Whether it has a format of BLOCK_FORMATS: scales for blocks of a row."""
+    return (q.dtype, q.scale_dtype) in BLOCK_FORMATS and q.block[0] == 1
+
+
+def _queue_blocks(
+    stream: int,
+    device: int,
+    shape: tuple[int, int, int],
+    out_dtype: str,
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    bias: int,
+    y: tuple[int, int],
+) -> None:
+    """Launch the row that multiplies operands with block scales. y: address, values from one row to the next."""
+    forms = [BLOCK_FORMATS[q.dtype, q.scale_dtype] for q in (a, b)]
+    fields, held = [], []
+    for q, form in zip((a, b), forms, strict=True):
+        (codes, stride), (scale, scale_stride), g = _rows(q.codes, stream), _rows(q.scale, stream), q.global_scale
+        factor, step = (0, 0) if g is None else (g.data.ptr, 0 if len(g) == 1 else g.strides[0] // 4)
+        number = list(BLOCK_FORMATS.values()).index(form)
+        fields += codes.data.ptr, scale.data.ptr, factor, stride, scale_stride, number, step
+        held += codes, scale
+    _block_launcher(device, *forms, out_dtype, *shape)(stream, *fields, bias, *y, *shape, _OUT[out_dtype])
+
+
+@lru_cache(4096)
+def _block_launcher(device: int, *fields: Any) -> runtime.Launcher:
+    """What serves a `BlockProblem` of these fields."""
+    target, problem = runtime.target(device), BlockProblem(*fields)
+    row = pick(target, problem)
+    return runtime.Launcher(row, row.plan(target, problem), device, pdl=kernels.arch_of(target.arch).pdl)
+
+
 def _step(q: QuantizedTensor) -> int:
     """Elements from a row's scale to the next one's; 0 where all rows have one."""
     return 0 if q.scale.shape[0] == 1 else q.scale.strides[0] // 4
@@ -204,11 +251,18 @@ def _check_operands(a: Any, b: Any, out_dtype: str) -> None:
                 f"scaled_mm: {name} is a {type(q).__name__}; needed is a QuantizedTensor, for codes alone do not tell "
                 "e4m3fn from e5m2: QuantizedTensor(codes, scale, dtype='float8_e4m3fn', ...) takes them without a copy."
             )
-    if (a.dtype, b.dtype) not in SCALED_FORMATS:
+    by_blocks = _in_blocks(a), _in_blocks(b)
+    if by_blocks[0] != by_blocks[1]:
+        came = (f"{name} is {q.dtype} with {q.scale_dtype} scales, block {q.block}" for name, q in (("a", a), ("b", b)))
+        raise ValueError(
+            f"scaled_mm: {', '.join(came)}; needed are scales of 16 or 32 of a row in both, or in neither: "
+            "quantise one of them anew."
+        )
+    if not by_blocks[0] and (a.dtype, b.dtype) not in SCALED_FORMATS:
         pairs = ", ".join(" x ".join(pair) for pair in SCALED_FORMATS)
         raise ValueError(f"scaled_mm: a is {a.dtype} and b {b.dtype}; allowed are {pairs}.")
     for name, q, each in (("a", a, "M"), ("b", b, "N")):
-        if not q._scaled_by_row:
+        if not (q._scaled_by_row or by_blocks[0]):
             raise ValueError(
                 f"scaled_mm: {name} has {q.scale_dtype} scales of shape {list(q.scale.shape)}; needed is float32 "
                 f"[{q.shape[0]}, 1], a scale per row ({each}), or [1, 1], one for all."
@@ -285,7 +339,8 @@ def on_host(a: QuantizedTensor, b: QuantizedTensor, bias: Any, out_dtype: str, o
                 f"scaled_mm: out is {y.dtype} {list(y.shape)} on {'the CPU' if here else 'a GPU'}; needed is "
                 f"{out_dtype} {[m, n]} on the CPU."
             )
-        if any(np.may_share_memory(y, x) for x in (a.codes, a.scale, b.codes, b.scale, offset) if x is not None):
+        read = a.codes, a.scale, a.global_scale, b.codes, b.scale, b.global_scale, offset
+        if any(np.may_share_memory(y, x) for x in read if x is not None):
             raise ValueError("scaled_mm: out overlaps a, b, a scale or bias in memory; give it memory of its own.")
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for c in _parts(n, _HOST_ROWS):
@@ -293,9 +348,13 @@ def on_host(a: QuantizedTensor, b: QuantizedTensor, bias: Any, out_dtype: str, o
                 sums = np.zeros((r.stop - r.start, c.stop - c.start), np.float32)
                 for i in _parts(k, _HOST_COLUMNS):
                     sums += a.widened(r, i) @ b.widened(c, i).T
-                sums *= a.row_scale(r)[:, None]
+                ga, gb = a.row_scale(r)[:, None], b.row_scale(c)
+                if a.global_scale is not None:  # as kernels_cu/factors.cuh does
+                    apart = (ga < 1) != (gb < 1)
+                    ga, gb = np.where(apart, ga * gb, ga), np.where(apart, np.float32(1), gb)
+                sums *= ga
                 # In float64 the product is exact and the sum's rounding is far below float32's: as one fmaf.
-                v = sums.astype(np.float64) * b.row_scale(c)
+                v = sums.astype(np.float64) * gb
                 if offset is not None:
                     v += offset[c]
                 y[r, c] = v.astype(np.float32).astype(y.dtype)

@@ -604,6 +604,37 @@ def queue_blocks(
     )
 
 
+def values_queue(
+    row: Scheme,
+    x_dtype: str,
+    m: int,
+    k: int,
+    factor: float | None,
+    *,
+    pitch: int,
+    aligned: bool,
+    device: int,
+    pdl: bool,
+) -> Callable[[int, int, int, int, int], None]:
+    """`quantize_activations` of m rows and at once `dequantize`, exact but for a factor of each row, for many calls.
+
+    Called with (stream, address of x, values from one row of it to the next, address of the result, address of the
+    factors, float32 [m]). Rows of the result, of the dtype `kernels.values_dtype`, lie `pitch` values apart, zeros past
+    k. factor: NVFP4's global scale where it is given. `aligned`: as for `activations.queue_of`.
+    """
+    name = kernels.BLOCK_FORMATS[row.dtype, row.scale_dtype]
+    whole = aligned and k % row.block[1] == 0 and k <= kernels.block_most(x_dtype, True)
+    launcher = _block_launcher(f"values_{x_dtype}_{name if whole else 'any'}", m, k, device, pdl)
+    form = list(kernels.BLOCK_FORMATS.values()).index(name)
+    mode = FACTOR_BY_ROW if factor is None else FACTOR_GIVEN
+    last = m, form, 0, mode, 0.0 if factor is None else factor
+
+    def queue(stream: int, x: int, x_stride: int, values: int, factors: int) -> None:
+        launcher(stream, x, values, 0, factors, 0, 0, x_stride, 1, pitch, 0, k, *last)
+
+    return queue
+
+
 @lru_cache(1024)
 def _block_launcher(entry: str, m: int, k: int, device: int, pdl: bool) -> runtime.Launcher:
     pdl = pdl and kernels.arch_of(runtime.target(device).arch).pdl

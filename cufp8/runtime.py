@@ -32,6 +32,7 @@ from cufp8.kernels import (
     LINEAR_ARGS,
     ROWS,
     TENSOR_MAP_BYTES,
+    BlockProblem,
     Kernel,
     Launch,
     Problem,
@@ -83,7 +84,7 @@ def options(row: Kernel, arch: str) -> tuple[str, ...]:
     )
 
 
-def _probes() -> list[Problem | ScaledProblem]:
+def _probes() -> list[Problem | ScaledProblem | BlockProblem]:
     """Problems whose launches stand for a row's rule in its digest."""
     linear = ((1024, 8192), (4096, 4096), (4096, 14336), (6144, 4096), (28672, 8192), (151936, 4096), (1000, 4097))
     scaled = ((4096, 4096), (4096, 14336), (14336, 4096), (7168, 16384), (28672, 8192), (1000, 4097))
@@ -101,6 +102,7 @@ def _probes() -> list[Problem | ScaledProblem]:
             for m in (1, 16, 64, 128, 256, 512, 4096)
             for fast in (True, False)
         ),
+        *(BlockProblem("nvfp4", "nvfp4", "bfloat16", m, n, k) for n, k in scaled for m in (1, 64, 512)),
     ]
 
 

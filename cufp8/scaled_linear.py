@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,22 +14,13 @@ from cufp8.formats import FLOATS, SCHEMES, Scheme
 from cufp8.kernels import SCALED_FORMATS, ScaledProblem, pick
 from cufp8.linear import Linear
 from cufp8.matmul import scaled_mm
-from cufp8.quantize import QuantizedTensor
+from cufp8.quantize import QuantizedTensor, values_queue
 
 _E4M3 = "float8_e4m3fn"
 
 
-class ScaledLinear(Linear):
-    """What `Linear` makes for schemes that quantise x: a kernel that does it, and a product of two FP8 matrices.
-
-    The codes stay in the standard layout, on a GPU in rows that start on 16 bytes.
-    """
-
-    _observed: list[float] | None = None  # while `calibrate` runs: the scale of each call's x, 0 where x is all zeros
-
-    @staticmethod
-    def _computes(row: Scheme) -> bool:
-        return row.x_block is not None and not row.x_in_blocks
+class QuantisingLinear(Linear):
+    """What layers that quantise x have in common: a call is two kernels, one that does it and one that multiplies."""
 
     def _set_x(self, input_scale: Any, fast_accum: bool) -> None:
         row = SCHEMES[self.scheme]
@@ -81,6 +73,27 @@ class ScaledLinear(Linear):
             )
         return self._input_scale
 
+    def _plan(self, m: int, x_dtype: str, aligned: bool, library: Any) -> Callable[..., None]:
+        key = library.kind, m, x_dtype, aligned  # what lies between the kernels is memory of x's library
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._two_kernels(m, x_dtype, aligned, library)
+            self._remember(key, plan)
+        return plan
+
+
+class ScaledLinear(QuantisingLinear):
+    """What `Linear` makes for schemes whose x has one float32 scale, or one a token: a product of two FP8 matrices.
+
+    The codes stay in the standard layout, on a GPU in rows that start on 16 bytes.
+    """
+
+    _observed: list[float] | None = None  # while `calibrate` runs: the scale of each call's x, 0 where x is all zeros
+
+    @staticmethod
+    def _computes(row: Scheme) -> bool:
+        return row.x_block is not None and not row.x_in_blocks
+
     # --- the weight ---------------------------------------------------------------------------------------
 
     def _rows(self, q: QuantizedTensor) -> list[kernels.Kernel]:
@@ -117,18 +130,9 @@ class ScaledLinear(Linear):
         out_dtype = self.out_dtype or x_dtype
         return ScaledProblem(_E4M3, _E4M3, out_dtype, m, self._n, self._k, fast_accum=self.fast_accum)
 
-    def _plan(self, m: int, x_dtype: str, aligned: bool, library: Any) -> Callable[..., None]:
-        key = library.kind, m, x_dtype, aligned  # what lies between the kernels is memory of x's library
-        plan = self._plans.get(key)
-        if plan is None:
-            if self._observed is None:
-                plan = self._two_kernels(m, x_dtype, aligned, library)
-            else:
-                plan = self._observing(m, x_dtype)
-            self._remember(key, plan)
-        return plan
-
     def _two_kernels(self, m: int, x_dtype: str, aligned: bool, library: Any) -> Callable[..., None]:
+        if self._observed is not None:
+            return self._observing(m, x_dtype)
         n, k, device, pitch, scale = self._n, self._k, self._index, _pitch(self._k), self._known_scale()
         by_token = self._x_block == (1, -1)
         quantize = activations.queue_of(
@@ -188,8 +192,12 @@ class ScaledLinear(Linear):
         return scaled_mm(q, self._weight, bias=self.bias, out_dtype=dtype, fast_accum=self.fast_accum)
 
 
-class BlockScaledLinear(ScaledLinear):
-    """What `Linear` makes for schemes whose x has block scales, as the weight has. On the host alone."""
+class BlockScaledLinear(QuantisingLinear):
+    """What `Linear` makes for schemes whose x has block scales, as the weight has.
+
+    On a GPU x becomes what its codes mean, which 16 bits have exactly but for a factor of each token, and the kernels
+    for an x in 16 bits multiply; their sums meet the factor in float32.
+    """
 
     @staticmethod
     def _computes(row: Scheme) -> bool:
@@ -198,6 +206,40 @@ class BlockScaledLinear(ScaledLinear):
     def _set_x(self, input_scale: Any, fast_accum: bool) -> None:
         Linear._set_x(self, None, fast_accum)
         super()._set_x(input_scale, False)
+
+    # --- on a GPU -----------------------------------------------------------------------------------------
+
+    def kernels(self, m: int, x_dtype: str = "bfloat16") -> str:
+        """The name of the KERNELS row that multiplies m rows after `quantize_blocks`; "numpy" on the CPU."""
+        return "numpy" if self._index is None else pick(self._target, self._product(m, x_dtype)).name
+
+    def _rows(self, q: QuantizedTensor) -> list[kernels.Kernel]:
+        return [runtime.row("quantize_blocks"), *super()._rows(q)]
+
+    def _product(self, m: int, x_dtype: str) -> kernels.Problem:
+        """Of the values of x: rows that start on 16 bytes, zeros up to the next 16."""
+        values = kernels.values_dtype(kernels.arch_of(self._target.arch), self._kind.name)
+        return replace(self._problem(m, x_dtype), x_dtype=values, aligned16=True)
+
+    def _two_kernels(self, m: int, x_dtype: str, aligned: bool, library: Any) -> Callable[..., None]:
+        p, pitch = self._product(m, x_dtype), -(-self._k // 8) * 8
+        values_bytes = m * pitch * FLOATS[p.x_dtype].itemsize
+        quantize = values_queue(
+            SCHEMES[self.scheme], x_dtype, m, self._k, self.input_scale,
+            pitch=pitch, aligned=aligned, device=self._index, pdl=self.pdl,
+        )  # fmt: skip
+        multiply = self._launch_plan(p, factors=values_bytes)
+        room = library.maker((values_bytes + 4 * m,), "uint8", self._index)
+
+        def plan(stream: int, x: int, x_stride: int, y: int, y_stride: int) -> None:
+            # Given back when this returns, to whom works on this stream after the two kernels.
+            held, values = room(stream)
+            quantize(stream, x, x_stride, values, values + values_bytes)
+            multiply(stream, values, pitch, y, y_stride)
+
+        return plan
+
+    # --- on the host --------------------------------------------------------------------------------------
 
     def _multiply_host(self, x: np.ndarray, dtype: str) -> np.ndarray:
         row = SCHEMES[self.scheme]

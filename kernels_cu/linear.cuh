@@ -1,10 +1,11 @@
 // What all kernels of y = x @ w.T share: the argument block, the order of tiles, the epilogue.
 // y[m, n] = round(fmaf(scale[n], sum_k x[m, k] * code[n, k], bias[n])); x [m, k] and y [m, n] with rows x_stride and
 // y_stride elements apart, y of the dtype that `out` names; scale [n] and bias [n] (or null) float32. With scales for
-// blocks along k each code is multiplied with its own, and scale[n] is the global scale (NVFP4) or 1. Rounding: one, to
-// y's dtype, ties to even; float16 overflows to Inf. The host packs the block from kernels.LINEAR_ARGS; ARGS_BYTES ties
-// the two sides.
+// blocks along k each code is multiplied with its own, and scale[n] is the global scale (NVFP4) or 1; where x was quantised
+// too, its token has a factor, as factors.cuh says. Rounding: one, to y's dtype, ties to even; float16 overflows to Inf.
+// The host packs the block from kernels.LINEAR_ARGS; ARGS_BYTES ties the two sides.
 #pragma once
+#include "factors.cuh"
 #include "weights.cuh"
 
 struct LinearArgs {
@@ -22,6 +23,8 @@ struct LinearArgs {
     int wider;  // the first so many panels have one more
     int split;  // blocks of a cluster that share a panel's k
     int stages; // of the shared-memory ring
+    // Bytes from x to the factors of its tokens, float32 [m] behind its rows; 0: there are none.
+    int64_t factors;
 };
 static_assert(sizeof(LinearArgs) == LINEAR_ARGS_BYTES, "LinearArgs and kernels.LINEAR_ARGS must agree");
 
@@ -71,7 +74,16 @@ struct Finish {
         : scale(channel < a.n ? (CHANNEL_SCALES ? a.scale[channel] : 1.0f) : 0.0f),
           bias(channel < a.n && a.bias ? a.bias[channel] : 0.0f) {}
 
+    // Where weights have scales of blocks x may have been quantised as they are (quantize_blocks.cu): its values lack a
+    // factor.
+    __device__ __forceinline__ float of(const LinearArgs &a, int token, float sum) const {
+        if (LANE_SCALES > 0 && a.factors) {
+            const auto *factors = reinterpret_cast<const float *>(static_cast<const uint8_t *>(a.x) + a.factors);
+            return finish_sum(sum, factors[token], scale, bias);
+        }
+        return fmaf(scale, sum, bias);
+    }
     __device__ __forceinline__ void store(const LinearArgs &a, int row, int channel, float sum) const {
-        store_y(a.y, row * a.y_stride + channel, fmaf(scale, sum, bias), a.out);
+        store_y(a.y, row * a.y_stride + channel, of(a, row, sum), a.out);
     }
 };

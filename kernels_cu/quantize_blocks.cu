@@ -3,17 +3,18 @@
 // x bf16, f16, f32 or f64 (rounded to f32 first), any strides in elements; codes [m, k], two e2m1 a byte, the first in the
 // low half; scale [m, blocks]. Entries without `_any`: rows of x and their codes are whole 16- and 8-byte pieces, blocks
 // are whole. amax_*: the largest magnitude of x. dequantize_*: x = code * scale * g, rounded once, then to 16 bits.
-// Grid (max(m, 1), parts of a row), or (max(m, 1), 1) where a block knows its row (`token`); kernels.blocks_launch.
+// values_*: the same of x's codes at once, without the factor of their row: 16 bits (below sm_80 of mx formats 32).
+// Grid (max(m, 1), parts of a row), or (max(m, 1), 1) where a block knows its row (`token`, values_*).
 // Shared memory: a value a warp. A thread has KEPT units of 16 values, each a block, or half of one beside its neighbour.
 // Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5 and 6.3; the rules are cufp8/block_scaled.py's.
-#include "memory.cuh"
+#include "blocks.cuh"
 #include "scaling.cuh"
 
 struct BlockArgs {
-    void *x; // dequantize_* write it
-    uint8_t *codes;
+    void *x;        // dequantize_* write it
+    uint8_t *codes; // values_*: the values, and codes_stride counts them
     uint8_t *scale;
-    float *factor;      // g: of all, or of each row
+    float *factor;      // g: of all, or of each row; values_* the row's factor, of mx formats a power of two
     const float *given; // GIVEN: g, or null; AMAX: the largest magnitude of x
     // Of weights, else null: [0] counts the values that are not finite as float32, [1] is the least index m * k + k of
     // them (2^64 - 1 before); their codes are anything. Without it, activations: they poison their value or their block.
@@ -31,15 +32,8 @@ struct BlockArgs {
 };
 static_assert(sizeof(BlockArgs) == ARGS_BYTES, "BlockArgs and kernels.BLOCK_ARGS must agree");
 
-enum Format { NVFP4, MXFP4, MXFP8_E4M3, MXFP8_E5M2 };
 enum Rule { RCEIL, FLOOR, EVEN };
 enum Mode { NONE, TOKEN, AMAX, GIVEN };
-
-constexpr int UNIT = 16;
-
-__device__ __forceinline__ constexpr bool is_e2m1(int format) { return format <= MXFP4; }
-__device__ __forceinline__ constexpr int block_of(int format) { return format == NVFP4 ? 16 : 32; }
-__device__ __forceinline__ constexpr uint32_t nan_scale(int format) { return format == NVFP4 ? 0x7f : 0xff; }
 
 // --- scales -----------------------------------------------------------------------------------------------
 
@@ -112,7 +106,8 @@ struct ByPower {
 // of float32 values exactly, as by a Divider; of 16-bit values wherever a code depends on it, but for a mantissa of ones:
 // all were tried. There the reciprocal and what is missing from it are enough.
 __device__ __forceinline__ bool usual(float by) {
-    return by >= 0x1p-100f && by <= 0x1p100f && (__float_as_uint(by) & 0x7fffffu) != 0x7fffffu;
+    constexpr uint32_t LEAST = 127 - 100 << 23, RANGE = 200 << 23; // 2^-100 to 2^100
+    return __float_as_uint(by) - LEAST < RANGE && (__float_as_uint(by) & 0x7fffffu) != 0x7fffffu;
 }
 template <bool EXACT> struct ByScale {
     float twice, reciprocal, near, missing;
@@ -126,6 +121,11 @@ template <bool EXACT> struct ByScale {
         return EXACT ? put_right(h, v, twice, reciprocal) : h;
     }
 };
+
+__device__ __forceinline__ float element_of(uint32_t code, int format) {
+    if (is_e2m1(format)) return f16x2_to_float2(e2m1_halves(code)).x * E2M1_FACTOR;
+    return f16x2_to_float2(format == MXFP8_E4M3 ? e4m3_halves<0>(code) : e5m2_halves<0>(code)).x;
+}
 
 // --- units ------------------------------------------------------------------------------------------------
 
@@ -159,6 +159,10 @@ template <class X> struct Eight {
         }
     }
 };
+
+template <class X> __device__ __forceinline__ const typename X::element *row_of(const BlockArgs &a) {
+    return static_cast<const typename X::element *>(a.x) + blockIdx.x * a.x_stride;
+}
 
 template <class X> struct Unit {
     Eight<X> half[2];
@@ -243,60 +247,60 @@ struct Factor {
     __device__ __forceinline__ explicit Factor(float g) : g(g), scale(g), limit(usable(g) ? INFINITE : 0) {}
 };
 
-// Codes and scale of the unit that begins at `first` of its row; `top`: the largest magnitude of its block.
+// Codes of a unit, and the code of its block's scale.
+template <int FORMAT> struct Coded {
+    static constexpr int WORDS = is_e2m1(FORMAT) ? 2 : 4;
+    uint32_t word[WORDS] = {};
+    uint32_t scale = 0;
+
+    // One more in front of the others.
+    __device__ __forceinline__ void push(uint32_t code) {
+        constexpr int BITS = 32 / (UNIT / WORDS);
+#pragma unroll
+        for (int i = WORDS - 1; i; --i) word[i] = __funnelshift_l(word[i - 1], word[i], BITS);
+        word[0] = word[0] << BITS | code;
+    }
+};
+
+// Of the unit that begins at `first` of its row; `top`: the largest magnitude of its block.
 template <class X, int FORMAT>
-__device__ __forceinline__ void encode(const BlockArgs &a, const Unit<X> &unit, uint32_t top, int first,
-                                       const typename X::element *row, uint8_t *codes, uint8_t *scale,
-                                       const Factor &factor) {
-    codes += is_e2m1(FORMAT) ? first / 2 : first, scale += first / block_of(FORMAT);
-    const bool writes = FORMAT == NVFP4 || first % 32 == 0;
+__device__ __forceinline__ Coded<FORMAT> encode(const BlockArgs &a, const Unit<X> &unit, uint32_t top, int first,
+                                                const Factor &factor) {
+    Coded<FORMAT> coded;
+    const auto *row = row_of<X>(a);
     if (top >= (FORMAT == NVFP4 ? factor.limit : INFINITE)) {
-        if (FORMAT != NVFP4 && a.status) return report<X>(a, row, first, UNIT); // of NVFP4 amax_* has told
-        if constexpr (is_e2m1(FORMAT)) {
-            *reinterpret_cast<uint2 *>(codes) = make_uint2(0, 0);
-            if (writes) *scale = nan_scale(FORMAT);
-        } else {
-            const uint32_t code = e8m0_code(finite_max<X>(row + first / 32 * 32, 32), FORMAT, a.rule);
-            if (writes) *scale = code;
+        if constexpr (is_e2m1(FORMAT))
+            coded.scale = nan_scale(FORMAT);
+        else {
+            coded.scale = e8m0_code(finite_max<X>(row + first / 32 * 32, 32), FORMAT, a.rule);
 #pragma unroll 1
-            for (int i = 0; i < UNIT; ++i) {
+            for (int i = UNIT - 1; i >= 0; --i) {
                 const float v = X::to_float(row[first + i]);
-                codes[i] = magnitude(v) < INFINITE ? fp8_code(v * power_of(code), FORMAT) : 0x7f;
+                coded.push(magnitude(v) < INFINITE ? fp8_code(v * power_of(coded.scale), FORMAT) : 0x7f);
             }
         }
     } else if constexpr (FORMAT == NVFP4) {
-        const uint32_t code = factor.scale.code(top);
-        const float by = e4m3_to_float2<0>(code).x * factor.g;
-        uint2 words = make_uint2(0, 0);
+        coded.scale = factor.scale.code(top);
+        const float by = e4m3_to_float2<0>(coded.scale).x * factor.g;
         if (by == 0.0f || (usual(by) && __uint_as_float(top) <= 8.0f * by)) {
             const ByScale<sizeof(typename X::element) != 2> divider(by);
-            words = make_uint2(eight_e2m1(unit.half[0], divider), eight_e2m1(unit.half[1], divider));
+            coded.word[0] = eight_e2m1(unit.half[0], divider), coded.word[1] = eight_e2m1(unit.half[1], divider);
         } else {
 #pragma unroll 1
-            for (int i = UNIT - 1; i >= 0; --i) {
-                words.y = words.y << 4 | words.x >> 28;
-                words.x = words.x << 4 | e2m1_code(X::to_float(row[first + i]) / by);
-            }
+            for (int i = UNIT - 1; i >= 0; --i) coded.push(e2m1_code(X::to_float(row[first + i]) / by));
         }
-        *scale = code;
-        *reinterpret_cast<uint2 *>(codes) = words;
     } else {
-        const uint32_t code = e8m0_code(top, FORMAT, a.rule);
-        if (writes) *scale = code;
+        coded.scale = e8m0_code(top, FORMAT, a.rule);
         if constexpr (FORMAT == MXFP4) {
-            const ByPower divider(power_of(code));
-            *reinterpret_cast<uint2 *>(codes) =
-                make_uint2(eight_e2m1(unit.half[0], divider), eight_e2m1(unit.half[1], divider));
+            const ByPower divider(power_of(coded.scale));
+            coded.word[0] = eight_e2m1(unit.half[0], divider), coded.word[1] = eight_e2m1(unit.half[1], divider);
         } else {
-            const uint2 low = eight_fp8<FORMAT>(unit.half[0], power_of(code));
-            const uint2 high = eight_fp8<FORMAT>(unit.half[1], power_of(code));
-            *reinterpret_cast<uint4 *>(codes) = make_uint4(low.x, low.y, high.x, high.y);
+            const uint2 low = eight_fp8<FORMAT>(unit.half[0], power_of(coded.scale));
+            const uint2 high = eight_fp8<FORMAT>(unit.half[1], power_of(coded.scale));
+            coded.word[0] = low.x, coded.word[1] = low.y, coded.word[2] = high.x, coded.word[3] = high.y;
         }
     }
-}
-
-template <class X> __device__ __forceinline__ const typename X::element *row_of(const BlockArgs &a) {
-    return static_cast<const typename X::element *>(a.x) + blockIdx.x * a.x_stride;
+    return coded;
 }
 
 // The units of this thread, and the first value of each. Of rows this long an int is enough.
@@ -319,50 +323,159 @@ template <class X, int COUNT> struct Units {
 
 template <class X> constexpr int KEPT = sizeof(typename X::element) == 2 ? KEPT_16 : KEPT_32;
 
+// The largest finite magnitude of the row that this block's units are.
+template <class X> __device__ __forceinline__ uint32_t row_max(const BlockArgs &a, const Units<X, KEPT<X>> &units) {
+    uint32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < KEPT<X>; ++i) top = max(top, units.top(i));
+    top = block_max(top);
+    if (top < INFINITE) return top;
+    top = 0;
+#pragma unroll 1
+    for (int i = 0; i < KEPT<X>; ++i)
+        if (units.first(i) < static_cast<int>(a.k)) top = max(top, finite_max<X>(row_of<X>(a) + units.first(i), UNIT));
+    __syncthreads(); // every warp has read the maxima of before
+    return block_max(top);
+}
+
+// Calls store(i, codes and scale, the largest magnitude of its block) for each of this thread's units.
+template <int FORMAT, class X, class Store>
+__device__ __forceinline__ void encode_units(const BlockArgs &a, const Units<X, KEPT<X>> &units, const Factor &factor,
+                                             Store store) {
+#pragma unroll
+    for (int i = 0; i < KEPT<X>; ++i) {
+        uint32_t top = units.top(i);
+        if constexpr (FORMAT != NVFP4) top = max(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        if (units.first(i) < static_cast<int>(a.k))
+            store(i, encode<X, FORMAT>(a, units.unit[i], top, units.first(i), factor), top);
+    }
+}
+
 template <class X, int FORMAT, bool BY_ROW> __device__ __forceinline__ void quantize_units(const BlockArgs &a) {
     let_next_start();
     wait_for_previous();
     float g = FORMAT == NVFP4 && !BY_ROW ? tensor_factor(a) : 1.0f;
     if (a.m == 0) return;
-    const int k = static_cast<int>(a.k);
     Units<X, KEPT<X>> units;
     units.load(a);
     if constexpr (BY_ROW) {
-        uint32_t top = 0;
-#pragma unroll
-        for (int i = 0; i < KEPT<X>; ++i) top = max(top, units.top(i));
-        top = block_max(top);
-        if (top >= INFINITE) {
-            top = 0;
-#pragma unroll 1
-            for (int i = 0; i < KEPT<X>; ++i)
-                if (units.first(i) < k) top = max(top, finite_max<X>(row_of<X>(a) + units.first(i), UNIT));
-            __syncthreads(); // every warp has read the maxima of before
-            top = block_max(top);
-        }
-        g = factor_of(top);
+        g = factor_of(row_max(a, units));
         if (threadIdx.x == 0) a.factor[blockIdx.x] = g;
     }
-    const Factor factor(g);
-    uint8_t *codes = a.codes + blockIdx.x * a.codes_stride, *scale = a.scale + blockIdx.x * a.scale_stride;
+    // Of the first unit; the others are as far apart as a block has threads.
+    constexpr int CODE_BYTES = is_e2m1(FORMAT) ? UNIT / 2 : UNIT;
+    uint8_t *codes = a.codes + blockIdx.x * a.codes_stride + units.first(0) / UNIT * CODE_BYTES;
+    uint8_t *scale = a.scale + blockIdx.x * a.scale_stride + units.first(0) / block_of(FORMAT);
+    const int codes_step = blockDim.x * CODE_BYTES, scale_step = blockDim.x * UNIT / block_of(FORMAT);
+    encode_units<FORMAT>(a, units, Factor(g), [&](int i, const Coded<FORMAT> &coded, uint32_t top) {
+        if (FORMAT != NVFP4 && top >= INFINITE && a.status) // of NVFP4 amax_* has told
+            report<X>(a, row_of<X>(a), units.first(i), UNIT);
+        if constexpr (is_e2m1(FORMAT))
+            *reinterpret_cast<uint2 *>(codes + i * codes_step) = make_uint2(coded.word[0], coded.word[1]);
+        else
+            *reinterpret_cast<uint4 *>(codes + i * codes_step) =
+                make_uint4(coded.word[0], coded.word[1], coded.word[2], coded.word[3]);
+        if (FORMAT == NVFP4 || threadIdx.x % 2 == 0) scale[i * scale_step] = coded.scale;
+    });
+}
+
+// --- the values that codes stand for ----------------------------------------------------------------------
+
+// What values_* write. A product of e2m1 and e4m3 numbers has six bits and fits all three.
+#if __CUDA_ARCH__ >= 800
+template <int FORMAT> using Value = BF16;
+#else // no products of bfloat16 there
+template <int FORMAT> struct ValueOf {
+    using type = F32;
+};
+template <> struct ValueOf<NVFP4> {
+    using type = F16;
+};
+template <int FORMAT> using Value = typename ValueOf<FORMAT>::type;
+#endif
+
+// Values with e8m0 scales are divided by a power of two of their token, so that bfloat16 has them exactly: by 2^-3 while
+// the largest scale is at most 2^60, whatever the others are. Else the largest becomes 2^63, so that no sum overflows
+// that does not overflow itself, and blocks whose scales are less than 2^-187 of it lose bits, or all.
+__device__ __forceinline__ int shift_of(uint32_t largest_scale) {
+    return max(static_cast<int>(largest_scale) - (127 + 63), -3);
+}
+
+// What the element of a code is to be multiplied with; of e8m0 scales after the shift of the token.
+__device__ __forceinline__ float multiplier(uint32_t scale, int format, int shift) {
+    if (scale == nan_scale(format)) return not_a_number();
+    if (format == NVFP4) return e4m3_to_float2<0>(scale).x;
+    return __uint_as_float(max(static_cast<int>(scale) - shift, 0) << 23);
+}
+
+// Two values of V as memory has them, which they fit: of bfloat16 the upper halves of floats.
+template <class V> __device__ __forceinline__ uint32_t pair_of(float2 v) {
+    return V::from_float(v.x) | uint32_t(V::from_float(v.y)) << 16;
+}
+template <> __device__ __forceinline__ uint32_t pair_of<BF16>(float2 v) {
+    return __byte_perm(__float_as_uint(v.x), __float_as_uint(v.y), 0x7632);
+}
+
+template <int FORMAT>
+__device__ __forceinline__ void put_values(typename Value<FORMAT>::element *to, const Coded<FORMAT> &coded, float by) {
+    float2 pairs[UNIT / 2];
 #pragma unroll
-    for (int i = 0; i < KEPT<X>; ++i) {
-        uint32_t top = units.top(i);
-        if constexpr (FORMAT != NVFP4) top = max(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        if (units.first(i) < k)
-            encode<X, FORMAT>(a, units.unit[i], top, units.first(i), row_of<X>(a), codes, scale, factor);
+    for (int i = 0; i < UNIT / 2; ++i)
+        if constexpr (is_e2m1(FORMAT))
+            pairs[i] = f16x2_to_float2(e2m1_halves(coded.word[i / 4] >> i % 4 * 8 & 0xff));
+        else if (i % 2 == 0) {
+            const float2 even = f16x2_to_float2(e4m3_halves<0>(coded.word[i / 2]));
+            const float2 odd = f16x2_to_float2(e4m3_halves<1>(coded.word[i / 2]));
+            pairs[i] = make_float2(even.x, odd.x), pairs[i + 1] = make_float2(even.y, odd.y);
+        }
+    if (is_e2m1(FORMAT)) by *= E2M1_FACTOR;
+#pragma unroll
+    for (int i = 0; i < UNIT / 2; ++i) pairs[i].x *= by, pairs[i].y *= by;
+    auto *pieces = reinterpret_cast<uint4 *>(to);
+    if constexpr (sizeof(*to) == 4)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            pieces[i] = make_uint4(__float_as_uint(pairs[2 * i].x), __float_as_uint(pairs[2 * i].y),
+                                   __float_as_uint(pairs[2 * i + 1].x), __float_as_uint(pairs[2 * i + 1].y));
+    else
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float2 *four = pairs + 4 * i;
+            using V = Value<FORMAT>;
+            pieces[i] = make_uint4(pair_of<V>(four[0]), pair_of<V>(four[1]), pair_of<V>(four[2]), pair_of<V>(four[3]));
+        }
+}
+
+template <class X, int FORMAT> __device__ __forceinline__ void values_of_units(const BlockArgs &a) {
+    let_next_start();
+    wait_for_previous();
+    Units<X, KEPT<X>> units;
+    units.load(a);
+    float g = a.value;
+    int shift = 0;
+    if (FORMAT != NVFP4 || a.mode == TOKEN) {
+        const uint32_t top = row_max(a, units);
+        g = factor_of(top);
+        if (FORMAT != NVFP4) shift = shift_of(e8m0_code(top, FORMAT, a.rule)), g = __uint_as_float(127 + shift << 23);
     }
+    if (threadIdx.x == 0) a.factor[blockIdx.x] = g;
+    auto *to = reinterpret_cast<typename Value<FORMAT>::element *>(a.codes) + blockIdx.x * a.codes_stride;
+    encode_units<FORMAT>(a, units, Factor(g), [&](int i, const Coded<FORMAT> &coded, uint32_t) {
+        put_values<FORMAT>(to + units.first(i), coded, multiplier(coded.scale, FORMAT, shift));
+    });
 }
 
 // --- any strides, any k -----------------------------------------------------------------------------------
 
 // A value a lane: 16 or 32 lanes share a block. A whole warp comes here.
-template <class X> __device__ __forceinline__ void encode_lanes(const BlockArgs &a, int64_t at, float g) {
+struct One {
+    uint32_t code, scale;
+    bool finite;
+};
+template <class X> __device__ __forceinline__ One encode_lane(const BlockArgs &a, int64_t at, float g) {
     const bool e2m1 = is_e2m1(a.format), in = at < a.k;
-    const auto *row = row_of<X>(a);
-    const float v = in ? X::to_float(row[at * a.x_step]) : 0.0f;
+    const float v = in ? X::to_float(row_of<X>(a)[at * a.x_step]) : 0.0f;
     const bool finite = magnitude(v) < INFINITE;
-    if (a.status && !finite) report<X>(a, row, at, 1);
     uint32_t top = finite ? magnitude(v) : 0;
 #pragma unroll
     for (int d = 8; d; d /= 2) top = max(top, __shfl_xor_sync(0xffffffffu, top, d));
@@ -372,29 +485,26 @@ template <class X> __device__ __forceinline__ void encode_lanes(const BlockArgs 
     else
         top = max(top, __shfl_xor_sync(0xffffffffu, top, 16));
 
-    uint32_t scale, code;
     if (a.format == NVFP4) {
-        scale = nan_scale(NVFP4), code = 0;
-        if (usable(g) && !bad) {
-            scale = ScaleOfBlock(g).code(top);
-            const float by = e4m3_to_float2<0>(scale).x * g;
-            code = e2m1_code(by > 0.0f ? v / by : copysignf(0.0f, v));
-        }
-    } else {
-        scale = e8m0_code(top, a.format, a.rule);
-        const float quotient = v * power_of(scale);
-        code = e2m1 ? e2m1_code(quotient) : finite ? fp8_code(quotient, a.format) : 0x7f;
-        if (e2m1 && bad) scale = nan_scale(MXFP4), code = 0;
+        if (!usable(g) || bad) return {0, nan_scale(NVFP4), finite};
+        const uint32_t scale = ScaleOfBlock(g).code(top);
+        const float by = e4m3_to_float2<0>(scale).x * g;
+        return {e2m1_code(by > 0.0f ? v / by : copysignf(0.0f, v)), scale, finite};
     }
-    const uint32_t next = __shfl_down_sync(0xffffffffu, code, 1);
-    uint8_t *codes = a.codes + blockIdx.x * a.codes_stride;
-    if (!in) return;
-    if (!e2m1)
-        codes[at] = code;
-    else if (at % 2 == 0)
-        codes[at / 2] = code | next << 4;
-    const int size = block_of(a.format);
-    if (at % size == 0) a.scale[blockIdx.x * a.scale_stride + at / size] = scale;
+    if (e2m1 && bad) return {0, nan_scale(MXFP4), finite};
+    const uint32_t scale = e8m0_code(top, a.format, a.rule);
+    const float quotient = v * power_of(scale);
+    return {e2m1 ? e2m1_code(quotient) : finite ? fp8_code(quotient, a.format) : 0x7f, scale, finite};
+}
+
+template <class X> __device__ __forceinline__ uint32_t row_max(const BlockArgs &a) {
+    const auto *row = row_of<X>(a);
+    uint32_t top = 0;
+    for (int64_t at = threadIdx.x; at < a.k; at += blockDim.x) {
+        const uint32_t m = magnitude(X::to_float(row[at * a.x_step]));
+        if (m < INFINITE) top = max(top, m);
+    }
+    return block_max(top);
 }
 
 template <class X> __device__ __forceinline__ void quantize_values(const BlockArgs &a) {
@@ -403,18 +513,49 @@ template <class X> __device__ __forceinline__ void quantize_values(const BlockAr
     float g = a.mode == AMAX || a.mode == GIVEN ? tensor_factor(a) : 1.0f;
     if (a.m == 0) return;
     if (a.mode == TOKEN) {
-        const auto *row = row_of<X>(a);
-        uint32_t top = 0;
-        for (int64_t at = threadIdx.x; at < a.k; at += blockDim.x) {
-            const uint32_t m = magnitude(X::to_float(row[at * a.x_step]));
-            if (m < INFINITE) top = max(top, m);
-        }
-        g = factor_of(block_max(top));
+        g = factor_of(row_max<X>(a));
         if (threadIdx.x == 0) a.factor[blockIdx.x] = g;
     }
+    uint8_t *codes = a.codes + blockIdx.x * a.codes_stride, *scale = a.scale + blockIdx.x * a.scale_stride;
     const int64_t step = int64_t(gridDim.y) * blockDim.x;
-    for (int64_t first = int64_t(blockIdx.y) * blockDim.x; first < a.k; first += step)
-        encode_lanes<X>(a, first + threadIdx.x, g);
+    for (int64_t first = int64_t(blockIdx.y) * blockDim.x; first < a.k; first += step) {
+        const int64_t at = first + threadIdx.x;
+        const One one = encode_lane<X>(a, at, g);
+        if (a.status && !one.finite) report<X>(a, row_of<X>(a), at, 1);
+        const uint32_t next = __shfl_down_sync(0xffffffffu, one.code, 1);
+        if (at >= a.k) continue;
+        if (!is_e2m1(a.format))
+            codes[at] = one.code;
+        else if (at % 2 == 0)
+            codes[at / 2] = one.code | next << 4;
+        if (at % block_of(a.format) == 0) scale[at / block_of(a.format)] = one.scale;
+    }
+}
+
+// Rows of codes_stride values: zeros past k.
+template <class X> __device__ __forceinline__ void values_of_values(const BlockArgs &a) {
+    let_next_start();
+    wait_for_previous();
+    float g = a.value;
+    int shift = 0;
+    if (a.format != NVFP4 || a.mode == TOKEN) {
+        const uint32_t top = row_max<X>(a);
+        g = factor_of(top);
+        if (a.format != NVFP4)
+            shift = shift_of(e8m0_code(top, a.format, a.rule)), g = __uint_as_float(127 + shift << 23);
+    }
+    if (threadIdx.x == 0 && blockIdx.y == 0) a.factor[blockIdx.x] = g;
+    const int64_t row = blockIdx.x * a.codes_stride, step = int64_t(gridDim.y) * blockDim.x;
+    for (int64_t first = int64_t(blockIdx.y) * blockDim.x; first < a.codes_stride; first += step) {
+        const int64_t at = first + threadIdx.x;
+        const One one = encode_lane<X>(a, at, g);
+        if (at >= a.codes_stride) continue;
+        const float v = at < a.k ? element_of(one.code, a.format) * multiplier(one.scale, a.format, shift) : 0.0f;
+        if (a.format == NVFP4)
+            reinterpret_cast<Value<NVFP4>::element *>(a.codes)[row + at] = Value<NVFP4>::from_float(v);
+        else
+            reinterpret_cast<Value<MXFP4>::element *>(a.codes)[row + at] = Value<MXFP4>::from_float(v);
+    }
 }
 
 // --- the largest magnitude --------------------------------------------------------------------------------
@@ -453,13 +594,9 @@ template <class X> __device__ __forceinline__ void amax_values(const BlockArgs &
 
 // --- back -------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float e2m1_to_float(uint32_t code) { // exponent and mantissa become a float16's, 2^-14 of it
-    return f16x2_to_float2((code & 8) << 12 | (code & 7) << 9).x * 0x1p14f;
-}
-
 template <class T> __device__ __forceinline__ T e8m0_to(uint32_t code);
 template <> __device__ __forceinline__ float e8m0_to<float>(uint32_t code) {
-    return __uint_as_float(code ? code == 0xff ? 0x7fffffffu : code << 23 : 0x400000u);
+    return code == nan_scale(MXFP4) ? not_a_number() : __uint_as_float(max(code << 23, 1u << 22)); // 0 is 2^-127
 }
 template <> __device__ __forceinline__ double e8m0_to<double>(uint32_t code) { return e8m0_to<float>(code); }
 
@@ -471,15 +608,9 @@ template <class X, class T> __device__ __forceinline__ void dequantize(const Blo
     const int64_t step = int64_t(gridDim.y) * blockDim.x;
     for (int64_t at = int64_t(blockIdx.y) * blockDim.x + threadIdx.x; at < a.k; at += step) {
         const uint32_t scale = scales[at / block_of(a.format)];
-        T v;
-        if (is_e2m1(a.format))
-            v = e2m1_to_float(codes[at / 2] >> at % 2 * 4);
-        else if (a.format == MXFP8_E4M3)
-            v = (codes[at] & 0x7f) == 0x7f ? __uint_as_float(0x7fffffffu) : e4m3_to_float2<0>(codes[at]).x;
-        else
-            v = f16x2_to_float2(uint32_t(codes[at]) << 8).x;
+        T v = element_of(is_e2m1(a.format) ? codes[at / 2] >> at % 2 * 4 & 15 : codes[at], a.format);
         if (a.format == NVFP4)
-            v = v * T(scale == 0x7f ? __uint_as_float(0x7fffffffu) : e4m3_to_float2<0>(scale).x) * g;
+            v = v * T(e4m3_scale(scale)) * g;
         else
             v *= e8m0_to<T>(scale);
         if constexpr (sizeof(T) == 8)
@@ -497,6 +628,8 @@ template <class X, class T> __device__ __forceinline__ void dequantize(const Blo
     ENTRY(quantize_##dtype##_any, THREADS, 4, quantize_values<X>)                                                      \
     ENTRY(amax_##dtype##_any, THREADS, 4, amax_values<X>)                                                              \
     ENTRY(dequantize_##dtype, THREADS, 4, dequantize<X, T>)
+#define VALUES_ENTRY(dtype, X, format, FORMAT)                                                                         \
+    ENTRY(values_##dtype##_##format, ROW_THREADS, 1, values_of_units<X, FORMAT>)
 #define ENTRIES(dtype, X)                                                                                              \
     ENTRY(quantize_##dtype##_nvfp4, THREADS, 3, quantize_units<X, NVFP4, false>)                                       \
     ENTRY(quantize_##dtype##_nvfp4_token, ROW_THREADS, 1, quantize_units<X, NVFP4, true>)                              \
@@ -504,6 +637,10 @@ template <class X, class T> __device__ __forceinline__ void dequantize(const Blo
     ENTRY(quantize_##dtype##_mxfp8_e4m3fn, THREADS, 3, quantize_units<X, MXFP8_E4M3, false>)                           \
     ENTRY(quantize_##dtype##_mxfp8_e5m2, THREADS, 3, quantize_units<X, MXFP8_E5M2, false>)                             \
     ENTRY(amax_##dtype, THREADS, 2, amax_units<X>)                                                                     \
+    VALUES_ENTRY(dtype, X, nvfp4, NVFP4)                                                                               \
+    VALUES_ENTRY(dtype, X, mxfp4, MXFP4)                                                                               \
+    VALUES_ENTRY(dtype, X, mxfp8_e4m3fn, MXFP8_E4M3)                                                                   \
+    ENTRY(values_##dtype##_any, THREADS, 4, values_of_values<X>)                                                       \
     ANY_ENTRIES(dtype, X, float)
 
 ENTRIES(bfloat16, BF16)

@@ -86,7 +86,7 @@ __device__ __forceinline__ void store_fragment(const LinearArgs &a, int token, i
     const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4 * 2;
     float v[4];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) v[r] = fmaf(finish[r / 2].scale, sum[r] * SUM_FACTOR<X>, finish[r / 2].bias);
+    for (int r = 0; r < 4; ++r) v[r] = finish[r / 2].of(a, min(token + pair + r % 2, a.m - 1), sum[r] * SUM_FACTOR<X>);
     if (a.out != OUT_F32 && channel + 16 <= a.n && (reinterpret_cast<uint64_t>(a.y) | a.y_stride * 2) % 4 == 0) {
         // Two tokens of a channel in a register become two channels of a token.
         uint16_t *y = static_cast<uint16_t *>(a.y) + (token + row) * a.y_stride + channel + pair;

@@ -45,6 +45,7 @@ bench_linear = _module("bench_linear")
 bench_block_linear = _module("bench_block_linear")
 bench_decode = _module("bench_decode")
 bench_load = _module("bench_load")
+bench_scaled_mm = _module("bench_scaled_mm")
 
 RUN = {
     "date": "2026-11-30T10:00:00+00:00",
@@ -257,6 +258,9 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
         _row("cufp8", 8.0, 16, scheme="FP8_DYNAMIC", **sized),
         _row("cufp8-fast", 6.0, 16, scheme="FP8_DYNAMIC", **sized),
         _row("torch-linear-bf16", 9.0, 16, scheme="FP8_DYNAMIC", **sized),
+        _row("cufp8", 5.0, 16, scheme="MXFP8", error=1.7e-3, **sized),
+        _row("cufp8-mxfp8a16", 4.0, 16, scheme="MXFP8", **sized),
+        _row("torch-linear-bf16", 10.0, 16, scheme="MXFP8", **sized),
     ]
     for bench, rows in more.items():
         one = {**data, "rows": rows}
@@ -268,6 +272,8 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
         "| 1024 x 1000 x 4000 |  |  | 82 | 0.90x |  |  |",
         "| 1000 x 4000 | 4.00 (1.25x) |",  # of cuBLASLt's modes the fastest
         "| 1000 x 4000 | 16 | 8.00 | 6.00 |  | 9.00 | 1.50x |",
+        "| 1000 x 4000 | 16 |  |  |  |  | 5.00 (2.00x) | 4.00 (2.50x) |",
+        "against float64 on x and w as quantised: at most 1.7e-03.",
         "| 1000 x 3996 | bfloat16 | 20.0 | 3.00 | 86 % |",
         "| 1000 x 3996 | bfloat16, to NVFP4 (w is read twice) | 21.0 | 3.00 | 86 % |",
         "| 4096 x 3996 | NVFP4, a global scale per token | 13.0 | 3.00 | 86 % |",
@@ -782,6 +788,18 @@ def test_formats_are_measured_in_one_group(host: _HostSession, monkeypatch: pyte
     done = bench_block_linear.group(host, 200, 144, 3)
     assert "MXFP4A16 cufp8: relative L2 error" in str(done["MXFP4A16", "cufp8"])
     assert done["MXFP4A16", "cufp8-fp16"].seconds
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "NVFP4", "MXFP4", "MXFP8"])
+def test_layers_that_quantise_x_are_measured(host: _HostSession, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    monkeypatch.setattr(bench_scaled_mm.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(measure, "GRAPH_SECONDS", 2e-6)
+    bench_scaled_mm.layer_group(host, scheme, 3, 200, 160)
+    *names, rival = bench_scaled_mm.layer_names(scheme)
+    assert [row["contender"] for row in host.written] == names and rival == "torch-linear-bf16"
+    assert set(table.BLOCK_LAYERS) == set(bench_scaled_mm.QUANTIZERS)
+    for row in host.written:
+        assert row["scheme"] == scheme and row["error"] == pytest.approx(1.7e-3, rel=0.2)
 
 
 @pytest.fixture

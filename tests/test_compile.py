@@ -24,6 +24,7 @@ from cufp8.kernels import (
     TENSOR_MAP_BYTES,
     TILE_ARGS,
     WEIGHTS,
+    BlockProblem,
     Kernel,
     Problem,
     ScaledProblem,
@@ -305,8 +306,9 @@ def check_activations(row: str, arch: str, name: str, ptx: str) -> None:
 def check_blocks(arch: str, name: str, ptx: str) -> None:
     """Of quantize_blocks.cu: what may start early touches nothing before the wait."""
     assert "ld.global.nc" not in ptx, name
-    assert bool(re.search(r"\b(atom|red)\.", ptx)) == (not name.startswith("dequantize") and "nvfp4" not in name), name
-    if not ARCHS[arch].pdl or not name.startswith("quantize_"):
+    tells = name.startswith(("quantize", "amax")) and "nvfp4" not in name  # of values that are not finite
+    assert bool(re.search(r"\b(atom|red)\.", ptx)) == tells, name
+    if not ARCHS[arch].pdl or not name.startswith(("quantize", "values")):
         assert "griddepcontrol" not in ptx, name
         return
     lines = ptx.splitlines()
@@ -318,7 +320,7 @@ def check_launches(row: Kernel, arch: str, found: dict[str, Entry]) -> None:
     """The table's launches have the block that the kernels are bound to, and memory for it."""
     smem_bytes = SMEM_BYTES[arch]
     target = Target(arch, 100, smem_bytes, False)
-    problems: list[Problem | ScaledProblem] = []
+    problems: list[Problem | ScaledProblem | BlockProblem] = []
     weight = row.weight or "fp8"
     for m, k in itertools.product((1, 4, 8, 16, 32, 64, 128, 256, 300, 4096), (8, 4096, 4097)):
         problems += [
@@ -331,6 +333,7 @@ def check_launches(row: Kernel, arch: str, found: dict[str, Entry]) -> None:
             for dtypes in SCALED_FORMATS
             for fast in (True, False)
         ]
+        problems.append(BlockProblem("nvfp4", "mxfp8_e4m3fn", "bfloat16", m, 2112, k))
     for p in problems:
         if row.plan and row.entries(ARCHS[arch]) and row.takes is type(p) and row.serves(target, p):
             launch = row.plan(target, p)
@@ -406,6 +409,17 @@ def check_scaled(row: Kernel, arch: str, name: str, ptx: str) -> None:
     assert early or row.source in ("scaled_mma_sync.cu", "scaled_wgmma.cu"), f"{name} reads no b early"
 
 
+def check_scaled_blocks(arch: str, name: str, ptx: str) -> None:
+    """All that scaled_blocks.cu reads may be written by the kernel before: nothing is touched before the wait."""
+    assert "mma.sync" in ptx and "ld.global.nc" not in ptx and not re.search(r"\b(atom|red)\.", ptx), name
+    if not ARCHS[arch].pdl:
+        assert "griddepcontrol" not in ptx, name
+        return
+    lines = ptx.splitlines()
+    assert not {at for at, _ in arguments_behind(lines)} & before_the_wait(lines), name
+    assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx, name
+
+
 @pytest.mark.parametrize(
     ("row", "arch"),
     [
@@ -446,7 +460,9 @@ def test_row_compiles_clean(row: str, arch: str, nvrtc, monkeypatch: pytest.Monk
             check_blocks(arch, name, entry.ptx)
         if kernel.takes is ScaledProblem:
             check_scaled(kernel, arch, name, entry.ptx)
-        elif kernel.plan is not None:
+        if kernel.takes is BlockProblem:
+            check_scaled_blocks(arch, name, entry.ptx)
+        if kernel.takes is Problem and kernel.plan is not None:
             check_instructions(kernel, arch, name, entry.ptx)
             check_launch_order(arch, name, entry.ptx)
         check_registers(name, entry)
@@ -473,6 +489,7 @@ def test_argument_blocks_of_another_size_do_not_compile(nvrtc, monkeypatch: pyte
         "quantize_blocks",
         "stream",
         "scaled_few_e4m3_e4m3",
+        "scaled_blocks",
     ):  # each kind of block
         wrong = dataclasses.replace(ROWS[name], args=struct.Struct(ROWS[name].args.format + "P"))
         with pytest.raises(runtime.CompileError, match="must agree"):

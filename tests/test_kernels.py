@@ -412,7 +412,7 @@ def check_tile_launch(target: Target, p: Problem, launch: Launch) -> None:
     assert bool(args["early"]) <= (launch.grid[0] % target.sms == 0), what
     # A box of x is whole, and its map is the last of the block.
     assert 8 <= launch.box <= 256 and launch.box * 128 % 1024 == 0, what
-    tail = p.m, p.n, p.k, steps, 0, units, 0, launch.split, launch.stages, *launch.fields
+    tail = p.m, p.n, p.k, steps, 0, units, 0, launch.split, launch.stages, 0, *launch.fields
     assert len(kernels.TILE_ARGS.pack(*range(7), *tail, b"")) == kernels.TILE_ARGS.size, what
 
 

@@ -276,11 +276,13 @@ def test_every_value_has_a_thread(entry: str, k: int) -> None:
     if entry.endswith("_any") or what == "dequantize":
         assert launch.block == kernels.BLOCK_THREADS
         return
-    token = entry.endswith("_token")
+    token = entry.endswith("_token") or what == "values"
     assert launch.block <= (kernels.BLOCK_ROW_THREADS if token else kernels.BLOCK_THREADS)
     if k <= kernels.block_most(x_dtype, token):
         values = 16 * kernels.BLOCK_KEPT[FLOATS[x_dtype].itemsize]
         assert values * launch.block * (y - 1) < k <= values * launch.block * y and (y == 1 or not token)
+        many = kernels.blocks_launch(entry, 5000, k)
+        assert many.grid == (5000, y, 1) and k <= values * many.block * y and many.block <= launch.block
     else:
         assert token
 

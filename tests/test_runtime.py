@@ -781,14 +781,14 @@ def test_a_product_rewrites_where_x_and_y_are(driver: ctypes.CDLL) -> None:
     ctypes.c_int.in_dll(driver, "status").value = 700
     with pytest.raises(runtime.DeviceError, match="launching entry on cuda:0: CUDA_ERROR_ILLEGAL_ADDRESS"):
         product.queue(0, x, 1, y, 1)
-    for wrong in (FIELDS[7:-1], (*FIELDS[7:-1], 2**31)):
+    for wrong in (FIELDS[7:-1], (*FIELDS[7:-1], 2**63)):
         with pytest.raises(Exception):  # noqa: B017 - struct.error, whatever it derives from
             runtime.Product(ROW, Launch("entry", (1, 1, 1), 32), 0, False, tuple(weight), wrong)
 
 
 def product_with_a_map(m: int, k: int, box: int, pdl: bool = True) -> tuple[runtime.Product, tuple[int, ...]]:
     """A product of TILES whose kernel takes a tensor map, and the fields after the strides."""
-    more = kernels.TILE_ARGS.format.removeprefix(kernels.LINEAR_ARGS.format).partition("1")[0]
+    more = kernels.TILE_ARGS.format.removeprefix(kernels.LINEAR_ARGS.format).partition("4")[0]
     assert set(more) == {"i"}
     rest = (m, 48, k, *FIELDS[10:], *range(1, 1 + len(more)))
     launch = Launch("entry", (6, 1, 1), 320, split=2, smem_bytes=4096, box=box)
@@ -875,7 +875,7 @@ def test_a_launch_that_the_driver_refuses(driver: ctypes.CDLL) -> None:
 def test_fields_that_do_not_fit_are_refused(driver: ctypes.CDLL) -> None:
     launcher = runtime.Launcher(ROW, Launch("entry", (1, 1, 1), 32), 0)
     last = len(FIELDS) - 1
-    for wrong in (FIELDS[:-1], (*FIELDS, 1), (*FIELDS[:last], 2**31), (*FIELDS[:last], 1.5), (*FIELDS[:last], None)):
+    for wrong in (FIELDS[:-1], (*FIELDS, 1), (*FIELDS[:last], 2**63), (*FIELDS[:last], 1.5), (*FIELDS[:last], None)):
         with pytest.raises(Exception):  # noqa: B017 - struct.error, whatever it derives from
             launcher(0, *wrong)
     assert ctypes.c_int.in_dll(driver, "calls").value == 0

@@ -155,7 +155,7 @@ class Entry:
         CheckpointError
             As `weight`; or if the declared scheme needs a scale of the activations that is not there.
         ValueError
-            If activations is neither; if no layer computes the declared scheme; if no kernel serves it there.
+            If activations is neither, or if no layer computes the declared scheme.
         """
         if activations not in ("16bit", "declared"):
             raise ValueError(f"linear: activations is {activations!r}; allowed are '16bit' and 'declared'.")
@@ -172,7 +172,7 @@ class Entry:
             options["scheme"] = scheme
             if self.static:
                 options["input_scale"] = self._input_scale(self.tensors[inputs])
-        bias, device = self.bias, _place(self._device, _ON_HOST, options.get("scheme", self.scheme))
+        bias, device = self.bias, _place(self._device, _ON_HOST)
         weight = build(self.match, self.tensors, self.expert, device)
         return Linear.from_quantized(weight, bias, device=device, _ordered=True, **options)
 
