@@ -336,7 +336,7 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
     if (threadIdx.x == GROUPS * GROUP) {
         for (int i = 0; i < args.stages; ++i) mbarrier_init(full + i, 1), mbarrier_init(empty + i, 2 * GROUPS * 4);
         for (int i = 0; i < 2; ++i)
-            mbarrier_init(tail.ends_full + i, 1), mbarrier_init(tail.ends_empty + i, GROUPS * 4);
+            mbarrier_init(tail.ends_full + i, 32), mbarrier_init(tail.ends_empty + i, GROUPS * GROUP);
         for (int i = 0; i < GROUPS; ++i) mbarrier_init(tail.y_full + i, 4), mbarrier_init(tail.y_empty + i, 1);
         fence_mbarrier_init();
         prefetch_tensormap(args.a_map), prefetch_tensormap(args.b_map);
@@ -377,8 +377,7 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
                 const Tile tile(args, work.tile);
                 mbarrier_wait(tail.ends_empty + at.slot, at.parity ^ 1);
                 tail.ends[at.slot].load(args, tile.token + rank * BOX, tile.channel, lane);
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(tail.ends_full + at.slot);
+                mbarrier_arrive(tail.ends_full + at.slot);
                 at.advance(2);
             }
         } else {
@@ -401,7 +400,7 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
         }
     } else {
         setmaxnreg_inc<232>();
-        const int thread = threadIdx.x % GROUP, lane = thread % 32, first = warps * 16; // of the block's tokens
+        const int thread = threadIdx.x % GROUP, first = warps * 16; // of the block's tokens
         Ring ring{memory, full, empty, args.stages, {}};
         Finish finish{tail.y[group] + first % ROWS * 128, tail.y_full + group, tail.y_empty + group, first};
         const Parts parts{static_cast<uint8_t *>(args.workspace), rank * GROUPS + group, thread};
@@ -421,7 +420,7 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
             }
             mbarrier_wait(tail.ends_full + at.slot, at.parity);
             finish.all(sum, tail.ends[at.slot], args.out);
-            if (lane == 0) mbarrier_arrive(tail.ends_empty + at.slot);
+            mbarrier_arrive(tail.ends_empty + at.slot);
             at.advance(2);
         }
         if (Product::IN_TURN && group == 0) bar_sync(TURN, GROUPS * GROUP); // so that all arrivals are met
