@@ -682,9 +682,12 @@ SCALED_FORMATS = {  # of a and b -> how rows and files call them
     ("float8_e5m2", "float8_e4m3fn"): "e5m2_e4m3",
 }
 SCALED_STEP = 128  # of k: bytes of a row that a stage has
-SCALED_TILE = 256  # tokens and channels of a cluster in scaled_wgmma.cu
-_SCALED_STAGE = 3 * 128 * SCALED_STEP
-WGMMA_TAIL_BYTES = 2 * 64 * 512 + 2 * (256 * 8 + 128 * 4) + 64  # y, scales and bias, barriers
+SCALED_TOKENS = 256  # of a cluster's tile in scaled_wgmma.cu
+SCALED_WIDE = {True: 256, False: 128}  # its channels, with sums in the tensor cores' registers and without
+WGMMA_TAIL_BYTES = {  # of such a tile: y, scales and bias, barriers
+    256: 2 * 64 * 512 + 2 * (256 * 8 + 128 * 4) + 64,
+    128: 2 * 64 * 256 + (128 * 8 + 128 * 4) + 48,
+}
 FLAG_BYTES = 4096  # of the workspace of scaled_wgmma.cu, before the sums
 FEW_TAIL_BYTES = 8 * 1024 + 128 * 8 + 256 * 4  # y, scales and bias in scaled_few.cu
 # Entries of scaled_few.cu: tokens of a block, its channels at most -> blocks, of this launch and the next, whose
@@ -699,9 +702,9 @@ _FEW = {
     (256, 128): (1, 1),
 }
 
-# On an H200: ns of a step of a tile of scaled_wgmma.cu, with sums in the tensor cores' registers and without; of its
-# begin and of a tile's end; of giving sums to another cluster and of taking them.
-_WGMMA_STEP_NS, _TILE_NS, _PARTS_NS, _PART_NS = {True: 780, False: 865}, 2000, 5000, 2000
+# On an H200: ns of a step of a tile of scaled_wgmma.cu and of a tile's end, with sums in the tensor cores' registers
+# and without; of its begin; of giving sums to another cluster and of taking them.
+_SCALED_WGMMA_NS, _BEGIN_NS, _PARTS_NS, _PART_NS = {True: (780, 2000), False: (420, 800)}, 2000, 5000, 2000
 # Of scaled_few.cu, on an H200: ns of a step besides, of its products of 256 tokens and 128 channels, of a block's begin
 # and end, and of as many sums' way to y and to another block; bytes a ns that memory gives to all blocks, L2 to a
 # multiprocessor, and how often memory gives those of b that several groups of tokens read at the same time.
@@ -763,22 +766,22 @@ def _scaled_async_plan(target: Target, p: ScaledProblem) -> Launch:
 
 
 def _scaled_wgmma_tiles(target: Target, p: ScaledProblem) -> int:
-    return _ceil(p.m, SCALED_TILE) * _ceil(p.n, SCALED_TILE)
+    return _ceil(p.m, SCALED_TOKENS) * _ceil(p.n, SCALED_WIDE[p.fast_accum])
 
 
 @cache
 def _scaled_wgmma_choice(target: Target, p: ScaledProblem) -> tuple[float, int, int]:
     """ns, clusters, and how many tiles they share the steps of."""
     tiles, steps, room = _scaled_wgmma_tiles(target, p), _ceil(p.k, SCALED_STEP), target.sms // 2
-    step_ns, rounds = _WGMMA_STEP_NS[p.fast_accum], _ceil(tiles, room)
-    choices = [(rounds * (steps * step_ns + _TILE_NS) + _TILE_NS, min(tiles, room), 0)]
+    (step_ns, tile_ns), rounds = _SCALED_WGMMA_NS[p.fast_accum], _ceil(tiles, room)
+    choices = [(rounds * (steps * step_ns + tile_ns) + _BEGIN_NS, min(tiles, room), 0)]
     # Of one round and what is left after it the steps are shared; where that is less than one round, also evenly.
     whole = max(0, tiles // room - 1)
     shared = tiles - whole * room
     for clusters in {room, room // shared * shared} if tiles % room else set():
         if shared < clusters <= shared * steps // 4 or (shared > clusters == room):
-            ns = (whole * steps + _ceil(shared * steps, clusters)) * step_ns + (rounds + 1) * _TILE_NS
-            choices.append((ns + _PARTS_NS + _ceil(clusters, shared) * _PART_NS, clusters, shared))
+            ns = (whole * steps + _ceil(shared * steps, clusters)) * step_ns + rounds * tile_ns
+            choices.append((ns + _BEGIN_NS + _PARTS_NS + _ceil(clusters, shared) * _PART_NS, clusters, shared))
     return min(choices)
 
 
@@ -788,11 +791,13 @@ def _scaled_wgmma_serves(formats: tuple[str, str], target: Target, p: ScaledProb
 
 def scaled_wgmma_launch(target: Target, p: ScaledProblem, clusters: int, shared: int) -> Launch:
     """The launch of scaled_wgmma.cu with so many clusters, which share the steps of the first `shared` tiles."""
-    stages = (target.smem_bytes - WGMMA_TAIL_BYTES) // (_SCALED_STAGE + 16)
+    wide = SCALED_WIDE[p.fast_accum]
+    stage_bytes, tail_bytes = (128 + wide) * SCALED_STEP + 16, WGMMA_TAIL_BYTES[wide]
+    stages = (target.smem_bytes - tail_bytes) // stage_bytes
     return Launch(
         f"scaled_wgmma_{'fast' if p.fast_accum else 'promoted'}", (2 * clusters, 1, 1), 384, 2, stages,
-        stages * (_SCALED_STAGE + 16) + WGMMA_TAIL_BYTES, (0, 1, shared), boxes=(128, 128, 64),
-        workspace=FLAG_BYTES + target.sms // 2 * SCALED_TILE**2 * 4 if shared else 0,
+        stages * stage_bytes + tail_bytes, (0, 1, shared), boxes=(128, wide // 2, 64),
+        workspace=FLAG_BYTES + target.sms // 2 * SCALED_TOKENS * wide * 4 if shared else 0,
     )  # fmt: skip
 
 
@@ -908,7 +913,7 @@ def _scaled_rows() -> list[Kernel]:
                 defines=(
                     *defines,
                     ("BAND", 8),  # tiles of tokens worked on together
-                    ("WGMMA_TAIL_BYTES", WGMMA_TAIL_BYTES),
+                    *((f"WGMMA_TAIL_{wide}", tail_bytes) for wide, tail_bytes in WGMMA_TAIL_BYTES.items()),
                     ("WORKSPACE_FLAG_BYTES", FLAG_BYTES),
                 ),
                 entries=lambda arch: ("scaled_wgmma_fast", "scaled_wgmma_promoted") if arch.wgmma else (),

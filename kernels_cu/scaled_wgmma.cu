@@ -1,10 +1,10 @@
 // y[m, n] = round(fmaf(scale_a[m] * sum_k a[m, k] * b[n, k], scale_b[n], bias[n])) by wgmma, sm_90a: for many tokens.
-// a and b codes by tensor maps, boxes of 128 rows and 128 of k, zeros past m, n, k; see scaled.cuh. A
-// cluster of two blocks has tiles of 256 x 256, a block 128 tokens. Sums stay in the tensor cores' registers (fast), or
-// every 128 of k is added in float32 (promoted).
+// a and b codes by tensor maps, boxes of 128 of k, zeros past m, n, k; see scaled.cuh. A cluster of two blocks has tiles
+// of 256 tokens by WIDE channels, a block 128 tokens. Sums stay in the tensor cores' registers (fast, WIDE = 256), or
+// every 128 of k is added in float32 (promoted, WIDE = 128).
 // Grid: as many clusters as fit, each takes tile after tile, down a band of BAND tiles of tokens, then along n; where
 // the tiles do not fill them evenly they share the steps of the first ones.
-// Block: two warpgroups that multiply, 64 x 256 each, and write what is finished to shared memory; of a third one a
+// Block: two warpgroups that multiply, 64 x WIDE each, and write what is finished to shared memory; of a third one a
 // thread copies a and b, a warp brings scales and bias, and two warps copy y out, each while the others go on.
 // Shared memory, dynamic: `stages` x {a box of a, two of b, of which each block of a cluster copies one to both}; what
 // Tail says; the barriers of the stages. Rows lie as wgmma.cuh wants.
@@ -12,35 +12,35 @@
 #include "scaled.cuh"
 #include "shared_copies.cuh"
 
-constexpr int BOX = 128, BOX_BYTES = BOX * 128, STAGE_BYTES = 3 * BOX_BYTES, TILE = 2 * BOX;
+constexpr int BOX = 128, BOX_BYTES = BOX * 128, HIGH = 2 * BOX; // tokens of a block, its box of a, tokens of a tile
 constexpr int GROUPS = 2, GROUP = 128, THREADS = GROUP * (GROUPS + 1);
-constexpr int ROWS = BOX / GROUPS, Y_BOX_BYTES = ROWS * 128, Y_BOXES = 4; // tokens of a warpgroup, and boxes of its y
-constexpr int FLAG_BYTES = WORKSPACE_FLAG_BYTES;                          // of the workspace
-constexpr int BOTH = 3;                                                   // blocks of a cluster, as bits
+constexpr int ROWS = BOX / GROUPS, Y_BOX_BYTES = ROWS * 128; // tokens of a warpgroup, and a box of its y
+constexpr int FLAG_BYTES = WORKSPACE_FLAG_BYTES;             // of the workspace
+constexpr int BOTH = 3;                                      // blocks of a cluster, as bits
 constexpr int TURN = 1 + GROUPS; // the number of the first warpgroup's barrier; those before are for Parts
 
 // The first token and the first channel of a cluster's tile.
-struct Tile {
+template <int WIDE> struct Tile {
     int token, channel;
 
     __device__ __forceinline__ Tile(const ScaledArgs &args, int index) {
-        const int high = (args.m - 1) / TILE + 1, wide = (args.n - 1) / TILE + 1, band = index / (BAND * wide);
+        const int high = (args.m - 1) / HIGH + 1, wide = (args.n - 1) / WIDE + 1, band = index / (BAND * wide);
         const int rows = min(BAND, high - band * BAND), within = index - band * BAND * wide;
-        token = (band * BAND + within % rows) * TILE, channel = within / rows * TILE;
+        token = (band * BAND + within % rows) * HIGH, channel = within / rows * WIDE;
     }
     static __device__ __forceinline__ int count(const ScaledArgs &args) {
-        return ((args.m - 1) / TILE + 1) * ((args.n - 1) / TILE + 1);
+        return ((args.m - 1) / HIGH + 1) * ((args.n - 1) / WIDE + 1);
     }
 };
 
 // Scales and bias of a block's part of a tile.
-struct Ends {
-    float2 columns[TILE];
+template <int WIDE> struct Ends {
+    float2 columns[WIDE];
     float rows[BOX];
 
     __device__ __forceinline__ void load(const ScaledArgs &args, int token, int channel, int lane) {
 #pragma unroll 4
-        for (int i = lane; i < TILE; i += 32) {
+        for (int i = lane; i < WIDE; i += 32) {
             const Channel c(args, channel + i);
             columns[i] = make_float2(c.scale, c.bias);
         }
@@ -50,12 +50,17 @@ struct Ends {
 };
 
 // What lies after the ring. Of each two barriers the first says that something is there, the second that it was read.
-struct Tail {
+// At those of the ends every lane arrives: racecheck sees no __syncwarp that the compiler drops.
+template <int WIDE> struct Tail {
+    static constexpr int ENDS = WIDE == 256 ? 2 : 1; // of this tile and, where they fit, of the next one
+    static constexpr int Y_BOXES = WIDE / 64;        // as many as a 16-bit y has, of float32 half
+
     uint8_t y[GROUPS][Y_BOXES * Y_BOX_BYTES];
-    Ends ends[2]; // of this tile and of the next one
-    uint64_t ends_full[2], ends_empty[2], y_full[GROUPS], y_empty[GROUPS];
+    Ends<WIDE> ends[ENDS];
+    uint64_t ends_full[ENDS], ends_empty[ENDS], y_full[GROUPS], y_empty[GROUPS];
 };
-static_assert(sizeof(Tail) == WGMMA_TAIL_BYTES, "kernels.py has another size");
+static_assert(sizeof(Tail<128>) == WGMMA_TAIL_128, "kernels.py has another size");
+static_assert(sizeof(Tail<256>) == WGMMA_TAIL_256, "kernels.py has another size");
 
 // Where a byte of a token lies in y of a warpgroup: boxes as the map of y wants them.
 __device__ __forceinline__ uint32_t place_of(uint32_t row, uint32_t byte) {
@@ -69,8 +74,8 @@ __device__ __forceinline__ uint32_t lane_id() {
     return lane % 32;
 }
 
-// A warp's sums, 16 tokens by 256 channels, to y of its warpgroup.
-struct Finish {
+// A warp's sums, 16 tokens by WIDE channels, to y of its warpgroup.
+template <int WIDE> struct Finish {
     uint8_t *y; // from the first token on
     uint64_t *full, *empty;
     int first; // token
@@ -118,12 +123,12 @@ struct Finish {
         }
     }
 
-    template <int OUT> __device__ __forceinline__ void all(const float (&sum)[32][4], const Ends &ends) {
-        constexpr int COUNT = OUT == SCALED_F32 ? 16 : 32; // fragments that fit y
+    template <int OUT> __device__ __forceinline__ void all(const float (&sum)[WIDE / 8][4], const Ends<WIDE> &ends) {
+        constexpr int COUNT = WIDE / (OUT == SCALED_F32 ? 16 : 8); // fragments that fit y
         const uint32_t lane = lane_id();
         const float scale_a[2] = {ends.rows[first + lane / 4], ends.rows[first + lane / 4 + 8]};
 #pragma unroll
-        for (int j = 0; j < 32; j += COUNT) {
+        for (int j = 0; j < WIDE / 8; j += COUNT) {
             mbarrier_wait(empty, parity ^ 1); // y before has been copied
             write<COUNT, OUT>(sum + j, ends.columns + j * 8, scale_a);
             fence_proxy_async();
@@ -132,7 +137,7 @@ struct Finish {
             parity ^= 1;
         }
     }
-    __device__ __forceinline__ void all(const float (&sum)[32][4], const Ends &ends, int out) {
+    __device__ __forceinline__ void all(const float (&sum)[WIDE / 8][4], const Ends<WIDE> &ends, int out) {
         if (out == SCALED_BF16)
             all<SCALED_BF16>(sum, ends);
         else if (out == SCALED_F16)
@@ -142,20 +147,20 @@ struct Finish {
     }
 };
 
-// A warp copies y of a warpgroup, 64 tokens and 512 bytes of each, to where it belongs.
-template <int SIZE>
+// A warp copies y of a warpgroup, 64 tokens and so many boxes of 128 bytes of each, to where it belongs.
+template <int SIZE, int BOXES>
 __device__ __forceinline__ void copy_out(const ScaledArgs &args, const uint8_t *y, int token, int channel, int lane) {
-    constexpr int WIDE = 128 / SIZE; // channels of a box
+    constexpr int COLUMNS = 128 / SIZE; // of a box
     if (args.whole) {
         if (lane == 0) {
 #pragma unroll
-            for (int i = 0; i < Y_BOXES; ++i)
-                cp_async_bulk_tensor_store(args.y_map, channel + i * WIDE, token, y + i * Y_BOX_BYTES);
+            for (int i = 0; i < BOXES; ++i)
+                cp_async_bulk_tensor_store(args.y_map, channel + i * COLUMNS, token, y + i * Y_BOX_BYTES);
             cp_async_bulk_commit();
             cp_async_bulk_wait_read();
         }
     } else {
-        const int rows = min(ROWS, args.m - token), columns = min(Y_BOXES * WIDE, args.n - channel);
+        const int rows = min(ROWS, args.m - token), columns = min(BOXES * COLUMNS, args.n - channel);
         uint8_t *to = static_cast<uint8_t *>(args.y) + (token * args.y_stride + channel) * SIZE;
         for (int row = 0; row < rows; ++row, to += args.y_stride * SIZE)
 #pragma unroll 4
@@ -174,7 +179,9 @@ __device__ __forceinline__ void copy_out(const ScaledArgs &args, const uint8_t *
 __device__ __forceinline__ uint64_t descriptor(uint32_t low) { return wgmma_descriptor(0) >> 32 << 32 | low; }
 
 // The ring as a warpgroup that multiplies reads it.
-struct Ring {
+template <int WIDE> struct Ring {
+    static constexpr int STAGE_BYTES = BOX_BYTES + WIDE * 128;
+
     const uint8_t *memory;
     uint64_t *full, *empty;
     int stages;
@@ -196,9 +203,10 @@ struct Ring {
 // 64 tokens by 256 channels of a warpgroup, sums in the tensor cores' registers. The warpgroups take turns, a step each,
 // so that they stay half a step apart: one multiplies while the other one finishes a tile.
 struct Fast {
+    static constexpr int WIDE = 256;
     static constexpr bool IN_TURN = true;
 
-    static __device__ __forceinline__ void multiply(float (&sum)[32][4], Ring &ring, int group, int steps) {
+    static __device__ __forceinline__ void multiply(float (&sum)[32][4], Ring<WIDE> &ring, int group, int steps) {
         const uint32_t a = ring.low() + (group * ROWS * 128 >> 4), b = ring.low() + (BOX_BYTES >> 4);
         uint32_t offset = ring.offset();
 #pragma unroll 1
@@ -221,40 +229,51 @@ struct Fast {
     }
 };
 
-// The same, every step of 128 added in float32, one half of the channels after the other. While one warpgroup adds, the
-// other one multiplies, whichever comes first.
+// 64 tokens by 128 channels of a warpgroup, every step of 128 added in float32. Two steps are on their way: one is added
+// while the tensor cores have the other one and those of the other warpgroup.
 struct Promoted {
+    static constexpr int WIDE = 128;
     static constexpr bool IN_TURN = false;
 
-    static __device__ __forceinline__ void multiply(float (&sum)[32][4], Ring &ring, int group, int steps) {
+    static __device__ __forceinline__ void multiply(float (&sum)[16][4], Ring<WIDE> &ring, int group, int steps) {
         const uint32_t a = ring.low() + (group * ROWS * 128 >> 4), b = ring.low() + (BOX_BYTES >> 4);
-        float part[16][4] = {};
+        float parts[2][16][4] = {};
 #pragma unroll
-        for (int i = 0; i < 32; ++i)
+        for (int i = 0; i < 16; ++i)
 #pragma unroll
             for (int r = 0; r < 4; ++r) sum[i][r] = 0.0f;
         uint32_t offset = ring.offset();
-#pragma unroll 1
-        for (int step = 0; step < steps; ++step) {
-            const int slot = ring.at.slot;
+        const auto begin = [&](float (&part)[16][4]) { // the slot of the step
             ring.wait();
+            wgmma_fence();
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                wgmma_fence();
+            for (int j = 0; j < 4; ++j)
+                Fp8Wgmma<A, B, WIDE>::m64k32(part, descriptor(a + offset + 2 * j), descriptor(b + offset + 2 * j), j);
+            wgmma_commit();
+            const int slot = ring.at.slot;
+            ring.at.advance(ring.stages), offset = ring.offset();
+            return slot;
+        };
+        const auto end = [&](float (&part)[16][4], int slot) {
+            wgmma_written(part);
+            ring.release(slot);
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    Fp8Wgmma<A, B, 128>::m64k32(part, descriptor(a + offset + 2 * j),
-                                                descriptor(b + offset + (half * BOX_BYTES >> 4) + 2 * j), j);
-                wgmma_commit();
-                if (half) ring.at.advance(ring.stages), offset = ring.offset();
-                wgmma_wait();
-                wgmma_written(part);
-                if (half) ring.release(slot);
+            for (int i = 0; i < 16; ++i)
 #pragma unroll
-                for (int i = 0; i < 16; ++i)
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) sum[half * 16 + i][r] += part[i][r];
-            }
+                for (int r = 0; r < 4; ++r) sum[i][r] += part[i][r];
+        };
+#pragma unroll 1
+        for (int pair = 0; pair < steps / 2; ++pair) {
+            const int first = begin(parts[0]), second = begin(parts[1]);
+            wgmma_wait_for_earlier();
+            end(parts[0], first);
+            wgmma_wait();
+            end(parts[1], second);
+        }
+        if (steps % 2) {
+            const int slot = begin(parts[0]);
+            wgmma_wait();
+            end(parts[0], slot);
         }
     }
 };
@@ -262,7 +281,7 @@ struct Promoted {
 // What a cluster multiplies, one after another. The steps along k of the first `shared` tiles are shared out evenly, a
 // cluster takes its share from the end; then come whole tiles. Of a tile that several share the one with its last steps
 // adds up the sums, its own first, then those of the clusters before it: each waits only for blocks that started earlier.
-struct Work {
+template <int WIDE> struct Work {
     const ScaledArgs &args;
     const int all = (args.k - 1) / 128 + 1;                                 // steps of a whole tile
     uint32_t begin = share(blockIdx.x / 2), at = share(blockIdx.x / 2 + 1); // left of the share: steps of shared tiles
@@ -282,15 +301,15 @@ struct Work {
             return true;
         }
         tile = whole, first = 0, steps = all, whole += gridDim.x / 2;
-        return tile < Tile::count(args);
+        return tile < Tile<WIDE>::count(args);
     }
     // With these steps the tile is done.
     __device__ __forceinline__ bool last() const { return first + steps == all; }
 };
 
 // Where the sums of a tile's earlier steps lie in the workspace, and a flag that says so: of each cluster, block, and
-// warpgroup, [32 fragments][128 threads] float4.
-struct Parts {
+// warpgroup, [COUNT fragments][128 threads] float4.
+template <int COUNT> struct Parts {
     uint8_t *workspace;
     int place, thread; // of this warpgroup: 2 * block + warpgroup
 
@@ -299,18 +318,18 @@ struct Parts {
         return reinterpret_cast<uint32_t *>(workspace) + at(cluster);
     }
     __device__ __forceinline__ float4 *sums(int cluster) const {
-        return reinterpret_cast<float4 *>(workspace + FLAG_BYTES) + int64_t(at(cluster)) * 32 * GROUP + thread;
+        return reinterpret_cast<float4 *>(workspace + FLAG_BYTES) + int64_t(at(cluster)) * COUNT * GROUP + thread;
     }
 
-    __device__ __forceinline__ void give(const float (&sum)[32][4], int cluster) const {
+    __device__ __forceinline__ void give(const float (&sum)[COUNT][4], int cluster) const {
 #pragma unroll
-        for (int i = 0; i < 32; ++i)
+        for (int i = 0; i < COUNT; ++i)
             __stcg(sums(cluster) + i * GROUP, make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]));
         bar_sync(1 + place % GROUPS, GROUP); // all have written, which the flag tells with what it releases
         if (thread == 0)
             asm volatile("fence.acq_rel.gpu;\nst.relaxed.gpu.global.u32 [%0], 1;" ::"l"(flag(cluster)) : "memory");
     }
-    __device__ __forceinline__ void take(float (&sum)[32][4], int cluster) const {
+    __device__ __forceinline__ void take(float (&sum)[COUNT][4], int cluster) const {
         if (thread == 0) {
             uint32_t there;
             do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(flag(cluster)) : "memory");
@@ -319,7 +338,7 @@ struct Parts {
         }
         bar_sync(1 + place % GROUPS, GROUP); // the sums are there
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
+        for (int i = 0; i < COUNT; ++i) {
             const float4 v = __ldcg(sums(cluster) + i * GROUP);
             sum[i][0] += v.x, sum[i][1] += v.y, sum[i][2] += v.z, sum[i][3] += v.w;
         }
@@ -327,15 +346,17 @@ struct Parts {
 };
 
 template <class Product> __device__ __forceinline__ void scaled_wgmma(const ScaledArgs &args) {
+    constexpr int WIDE = Product::WIDE, STAGE_BYTES = Ring<WIDE>::STAGE_BYTES;
+    constexpr int ENDS = Tail<WIDE>::ENDS, Y_BOXES = Tail<WIDE>::Y_BOXES;
     extern __shared__ __align__(1024) uint8_t memory[];
     // Taken from lane 0: the compiler then knows that a whole warp goes one way.
     const int warps = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), group = warps / 4, rank = cluster_ctarank();
-    Tail &tail = *reinterpret_cast<Tail *>(memory + args.stages * STAGE_BYTES);
+    auto &tail = *reinterpret_cast<Tail<WIDE> *>(memory + args.stages * STAGE_BYTES);
     uint64_t *full = reinterpret_cast<uint64_t *>(&tail + 1), *empty = full + args.stages;
 
     if (threadIdx.x == GROUPS * GROUP) {
         for (int i = 0; i < args.stages; ++i) mbarrier_init(full + i, 1), mbarrier_init(empty + i, 2 * GROUPS * 4);
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < ENDS; ++i)
             mbarrier_init(tail.ends_full + i, 32), mbarrier_init(tail.ends_empty + i, GROUPS * GROUP);
         for (int i = 0; i < GROUPS; ++i) mbarrier_init(tail.y_full + i, 4), mbarrier_init(tail.y_empty + i, 1);
         fence_mbarrier_init();
@@ -343,11 +364,11 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
     }
     let_next_start();
     if (threadIdx.x == GROUPS * GROUP) {
-        Work work{args};
+        Work<WIDE> work{args};
         if (work.next())
             for (int step = 0; step < min(work.steps, args.stages); ++step)
                 cp_async_bulk_prefetch_tensor(args.b_map, (work.first + step) * 128,
-                                              Tile(args, work.tile).channel + rank * BOX);
+                                              Tile<WIDE>(args, work.tile).channel + rank * WIDE / 2);
     }
     __syncwarp();
     cluster_sync(); // the barriers of both blocks are ready
@@ -356,43 +377,43 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
     if (group == GROUPS) {
         setmaxnreg_dec<40>();
         const int lane = threadIdx.x % 32;
-        Work work{args};
+        Work<WIDE> work{args};
         Place at;
         if (warps == GROUPS * 4) {
             while (lane == 0 && work.next()) {
-                const Tile tile(args, work.tile);
+                const Tile<WIDE> tile(args, work.tile);
                 for (int step = work.first; step < work.first + work.steps; ++step) {
                     uint8_t *stage = memory + at.slot * STAGE_BYTES;
                     mbarrier_wait(empty + at.slot, at.parity ^ 1); // both blocks have read what the stage held
                     mbarrier_arrive_expect_tx(full + at.slot, STAGE_BYTES);
                     cp_async_bulk_tensor(stage, args.a_map, step * 128, tile.token + rank * BOX, full + at.slot);
-                    cp_async_bulk_tensor_multicast(stage + (1 + rank) * BOX_BYTES, args.b_map, step * 128,
-                                                   tile.channel + rank * BOX, full + at.slot, BOTH);
+                    cp_async_bulk_tensor_multicast(stage + BOX_BYTES + rank * WIDE / 2 * 128, args.b_map, step * 128,
+                                                   tile.channel + rank * WIDE / 2, full + at.slot, BOTH);
                     at.advance(args.stages);
                 }
             }
         } else if (warps == GROUPS * 4 + 1) {
             while (work.next()) {
                 if (!work.last()) continue;
-                const Tile tile(args, work.tile);
+                const Tile<WIDE> tile(args, work.tile);
                 mbarrier_wait(tail.ends_empty + at.slot, at.parity ^ 1);
                 tail.ends[at.slot].load(args, tile.token + rank * BOX, tile.channel, lane);
                 mbarrier_arrive(tail.ends_full + at.slot);
-                at.advance(2);
+                at.advance(ENDS);
             }
         } else {
             const int of = warps - GROUPS * 4 - 2, size = args.out == SCALED_F32 ? 4 : 2; // of which warpgroup
             uint32_t parity = 0;
             while (work.next()) {
                 if (!work.last()) continue;
-                const Tile tile(args, work.tile);
-                const int token = tile.token + rank * BOX + of * ROWS, end = tile.channel + TILE;
+                const Tile<WIDE> tile(args, work.tile);
+                const int token = tile.token + rank * BOX + of * ROWS, end = tile.channel + WIDE;
                 for (int channel = tile.channel; channel < end; channel += Y_BOXES * 128 / size) {
                     mbarrier_wait(tail.y_full + of, parity);
                     if (size == 2)
-                        copy_out<2>(args, tail.y[of], token, channel, lane);
+                        copy_out<2, Y_BOXES>(args, tail.y[of], token, channel, lane);
                     else
-                        copy_out<4>(args, tail.y[of], token, channel, lane);
+                        copy_out<4, Y_BOXES>(args, tail.y[of], token, channel, lane);
                     if (lane == 0) mbarrier_arrive(tail.y_empty + of);
                     parity ^= 1;
                 }
@@ -401,14 +422,14 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
     } else {
         setmaxnreg_inc<232>();
         const int thread = threadIdx.x % GROUP, first = warps * 16; // of the block's tokens
-        Ring ring{memory, full, empty, args.stages, {}};
-        Finish finish{tail.y[group] + first % ROWS * 128, tail.y_full + group, tail.y_empty + group, first};
-        const Parts parts{static_cast<uint8_t *>(args.workspace), rank * GROUPS + group, thread};
+        Ring<WIDE> ring{memory, full, empty, args.stages, {}};
+        Finish<WIDE> finish{tail.y[group] + first % ROWS * 128, tail.y_full + group, tail.y_empty + group, first};
+        const Parts<WIDE / 8> parts{static_cast<uint8_t *>(args.workspace), rank * GROUPS + group, thread};
         const int cluster = blockIdx.x / 2;
         Place at;
-        float sum[32][4] = {};
+        float sum[WIDE / 8][4] = {};
         if (Product::IN_TURN && group == 1) bar_arrive(TURN, GROUPS * GROUP);
-        for (Work work{args}; work.next();) {
+        for (Work<WIDE> work{args}; work.next();) {
             Product::multiply(sum, ring, group, work.steps);
             if (!work.last()) {
                 parts.give(sum, cluster);
@@ -421,7 +442,7 @@ template <class Product> __device__ __forceinline__ void scaled_wgmma(const Scal
             mbarrier_wait(tail.ends_full + at.slot, at.parity);
             finish.all(sum, tail.ends[at.slot], args.out);
             mbarrier_arrive(tail.ends_empty + at.slot);
-            at.advance(2);
+            at.advance(ENDS);
         }
         if (Product::IN_TURN && group == 0) bar_sync(TURN, GROUPS * GROUP); // so that all arrivals are met
     }

@@ -263,13 +263,15 @@ def check_launch(target: Target, p: ScaledProblem, row: Kernel, launch: Launch) 
     barriers = 16 * launch.stages
     if row.source == "scaled_wgmma.cu":
         assert launch.split == 2 and x % 2 == 0 and y == z == 1 and x <= target.sms, (p, launch)
-        tiles, shared = -(-p.m // 256) * -(-p.n // 256), launch.fields[2]
+        wide, shared = 256 if p.fast_accum else 128, launch.fields[2]
+        tiles = -(-p.m // 256) * -(-p.n // wide)
         # Each cluster has a tile or, where they share the steps of some, a step at least; none of these stands alone.
         assert x // 2 <= tiles if shared == 0 else shared <= tiles and x // 2 <= shared * -(-p.k // 128), (p, launch)
-        assert launch.workspace == (0 if shared == 0 else kernels.FLAG_BYTES + target.sms // 2 * 256 * 256 * 4)
+        assert launch.workspace == (0 if shared == 0 else kernels.FLAG_BYTES + target.sms // 2 * 256 * wide * 4)
         assert x // 2 * 4 * 4 <= kernels.FLAG_BYTES
-        assert launch.stages >= 3 and launch.boxes == (128, 128, 64)
-        assert launch.smem_bytes == launch.stages * 49_152 + barriers + kernels.WGMMA_TAIL_BYTES
+        assert launch.stages == (3 if p.fast_accum else 6) and launch.boxes == (128, wide // 2, 64)
+        ring = launch.stages * (128 + wide) * 128
+        assert launch.smem_bytes == ring + barriers + kernels.WGMMA_TAIL_BYTES[wide]
         assert launch.entry.endswith("_fast") == p.fast_accum
         return
     shape = next(shape for shape in kernels._FEW if kernels.few_entry(shape) == launch.entry)
