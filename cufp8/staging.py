@@ -14,9 +14,11 @@ import numpy as np
 
 from cufp8 import runtime
 
-THREADS = 12  # at most
-SLICE_BYTES = 4 << 20  # of a buffer: each slice costs Python some 20 us, in which the other threads get no further
-AHEAD = 16  # slices: more than a layer's codes, so that the bus finds buffers full when the next array comes
+# GB/s of finished layers on an H200 by threads x MiB of a slice, ahead: 8 x 8, 10 27.7; 8 x 4, 16 26.5; 12 x 8, 7 24.5;
+# 12 x 4, 24 23.6, none 12.7; 16 x 4, 16 21.5.
+THREADS = 8  # at most
+SLICE_BYTES = 8 << 20  # of a buffer: each slice costs Python some 20 us, in which the other threads get no further
+AHEAD = 10  # slices: more than a layer's codes, so that the bus finds buffers full when the next array comes
 SLICES_EACH = 4  # of a thread, if the slices are not too short then: the bus waits until the first are full
 LEAST_SLICE = 512 << 10
 LEAST_BYTES = 1 << 20  # of an array: below this the threads would cost more time than they save
