@@ -198,9 +198,10 @@ class QuantizedTensor:
             return moved
 
     def _moved(self, move: Callable[[Any], Any]) -> QuantizedTensor:
+        scale = move(self.scale)  # first: it would wait for the codes on the stream
         return QuantizedTensor(
             move(self.codes),
-            move(self.scale),
+            scale,
             dtype=self.dtype,
             scale_dtype=self.scale_dtype,
             shape=self.shape,

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
@@ -423,6 +423,33 @@ def _check(status: int, what: str) -> None:
         _driver().cuGetErrorString(status, ctypes.byref(text))
         known = (name.value or b"error %d" % status).decode(), (text.value or b"").decode()
         raise DeviceError(f"{what}: {known[0]} ({known[1]}).")
+
+
+@cache
+def copying() -> tuple[Callable[[int, int, int, int], None], Callable[[int, int], None], Callable[[int], bool]]:
+    """From pinned memory to the current GPU: copy(to, from, bytes, stream), record(event, stream), is_done(event).
+
+    A thread keeps the GIL in them: they return within microseconds; among a dozen threads to get it back takes longer.
+    """
+    _driver()
+    library = ctypes.PyDLL("libcuda.so.1")
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    cu_copy, cu_record, cu_query = library.cuMemcpyHtoDAsync_v2, library.cuEventRecord, library.cuEventQuery
+    cu_copy.argtypes, cu_record.argtypes, cu_query.argtypes = (
+        (pointer, pointer, size, pointer),
+        (pointer,) * 2,
+        (pointer,),
+    )
+
+    def copy(to: int, source: int, nbytes: int, stream: int) -> None:
+        if status := cu_copy(to, source, nbytes, stream):
+            _check(status, "copying to the GPU")
+
+    def record(event: int, stream: int) -> None:
+        if status := cu_record(event, stream):
+            _check(status, "copying to the GPU")
+
+    return copy, record, lambda event: not cu_query(event)
 
 
 class Launcher:

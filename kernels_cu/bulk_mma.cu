@@ -5,7 +5,9 @@ template <class X_, int TOKENS_> struct MmaSync {
     using X = X_;
     static constexpr int TOKENS = TOKENS_, UNITS = 2, TOKEN_TILES = TOKENS / 8;
     static constexpr bool SUMS = SCALES_SUMS<X>;
-    static constexpr int HALVES = TOKENS > (SUMS ? 8 : 16) ? 1 : 2; // of a step, side by side in the code: registers
+    // Scales multiply the sums of a whole step, else of each half; of blocks' float16 has registers for halves alone.
+    static constexpr bool WHOLE = FORMAT == FP8_BLOCK && same<X, BF16>;
+    static constexpr int HALVES = TOKENS > (SUMS && !WHOLE ? 8 : 16) ? 1 : 2; // of a step, side by side: registers
     static constexpr bool TURNS = FP4 && HALVES == 1;         // the second half's codes take the place of the first's
     static constexpr int CHAINS = TOKENS > 8 || SUMS ? 1 : 2; // of products, each of which waits for the one before
 
@@ -22,6 +24,7 @@ template <class X_, int TOKENS_> struct MmaSync {
 #pragma unroll
             for (int u = 0; u < UNITS; ++u)
                 if (FORMAT == FP8_BLOCK) block_scale[u] = scales.at(unit[u], step);
+            float part[UNITS][TOKEN_TILES][4] = {};
             mbarrier_wait(ring.full + at.slot, at.parity);
             Codes codes[UNITS];
 #pragma unroll
@@ -32,6 +35,7 @@ template <class X_, int TOKENS_> struct MmaSync {
             const uint32_t x = smem_address(ring.x(at.slot)) + row;
 #pragma unroll HALVES
             for (int half = 0; half < 2; ++half) {
+                if (WHOLE && half == 1) __syncwarp(); // its codes are converted no sooner: registers
                 uint4 w[UNITS][2];
 #pragma unroll
                 for (int u = 0; u < UNITS; ++u)
@@ -40,17 +44,16 @@ template <class X_, int TOKENS_> struct MmaSync {
 #pragma unroll
                 for (int t = 0; t < TOKEN_TILES; ++t) {
                     const uint4 b = ldmatrix_x4((x + t * 1024) ^ half * 64);
-                    float part[UNITS][4] = {};
 #pragma unroll
-                    for (int u = 0; u < UNITS; ++u) Mma<X>::m16n8k16(SUMS ? part[u] : sum[u][t], w[u][0], b.x, b.y);
-#pragma unroll
-                    for (int u = 0; u < UNITS; ++u)
-                        Mma<X>::m16n8k16(SUMS ? part[u] : CHAINS == 2 ? more[u][t] : sum[u][t], w[u][1], b.z, b.w);
+                    for (int u = 0; u < UNITS; ++u) Mma<X>::m16n8k16(SUMS ? part[u][t] : sum[u][t], w[u][0], b.x, b.y);
 #pragma unroll
                     for (int u = 0; u < UNITS; ++u)
-                        if (SUMS) {
+                        Mma<X>::m16n8k16(SUMS ? part[u][t] : CHAINS == 2 ? more[u][t] : sum[u][t], w[u][1], b.z, b.w);
+#pragma unroll
+                    for (int u = 0; u < UNITS; ++u)
+                        if (SUMS && (!WHOLE || half == 1)) {
                             const int j = TURNS ? 0 : 2 * half;
-                            add_part(sum[u][t], part[u], codes[u].scale(0, j), codes[u].scale(1, j));
+                            add_part(sum[u][t], part[u][t], codes[u].scale(0, j), codes[u].scale(1, j));
                         }
                 }
                 if constexpr (TURNS)

@@ -44,7 +44,7 @@ __device__ __forceinline__ const uint8_t *tile(const LinearArgs &a, int unit, in
 }
 
 // The scale of a unit's block of 128 x 128 at a step.
-__device__ __forceinline__ float block_scale(const LinearArgs &a, int unit, int step) {
+__device__ __forceinline__ const float &block_scale(const LinearArgs &a, int unit, int step) {
     return a.scale[unit / (128 / UNIT) * ((a.steps + 1) / 2) + step / 2];
 }
 

@@ -21,6 +21,9 @@ __device__ __forceinline__ uint32_t load_scales(const uint8_t *p) {
     return v;
 }
 
+// A later read of the address, by any block, finds L2 filled.
+__device__ __forceinline__ void prefetch_L2(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // Returns when every kernel before this one in the stream is done and its writes can be seen.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900

@@ -158,6 +158,9 @@ template <class Product> __device__ __forceinline__ void tiles(const TileArgs &a
                 const int to = panel_unit + within - tile.unit;
                 for (int step = 0; step < padded; ++step) {
                     const bool real = step < steps;
+                    if (FORMAT == FP8_BLOCK && step % 64 == 0 && lane < 8) // scales of 64 steps, of two rows of blocks
+                        prefetch_L2(&block_scale(a, tile.unit + (lane < 4 ? 0 : tile.units - 1),
+                                                 min(first_step + step + lane % 4 * 16, a.steps - 1)));
                     mbarrier_wait(ring.empty + at.slot, at.parity ^ 1); // all have read what it held
                     if (lane == 0) mbarrier_arrive_expect_tx(ring.full + at.slot, real ? tile.units * TILE_BYTES : 0);
                     __syncwarp(); // the barrier knows what it waits for

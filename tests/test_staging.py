@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cufp8 import staging
+from cufp8 import runtime, staging
 from cufp8.checkpoint import CheckpointError, file
 from cufp8.staging import Staging
 
@@ -86,8 +86,8 @@ class LateGpu:
         self.current = Stream(non_blocking=True)
         attributes = lambda ptr: SimpleNamespace(type=int(ptr in self.pinned))  # noqa: E731
         self.runtime = SimpleNamespace(
-            memcpyAsync=self.copy, getDevice=lambda: 0, pointerGetAttributes=attributes,
-            eventRecord=self.record, eventSynchronize=lambda event: self.events[event].synchronize(),
+            getDevice=lambda: 0, setDevice=lambda device: None, pointerGetAttributes=attributes,
+            eventSynchronize=lambda event: self.events[event].synchronize(),
         )  # fmt: skip
         self.cuda = SimpleNamespace(
             Event=Event, Stream=Stream, Device=Device, runtime=self.runtime, alloc_pinned_memory=self.pin,
@@ -98,8 +98,8 @@ class LateGpu:
         self.pinned_bytes.append(nbytes)
         return bytearray(nbytes)
 
-    def copy(self, destination: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-        assert (kind, stream) == (1, 7)
+    def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        assert stream == 7
         with self.lock:
             if len(self.copies) == self.fail_at:
                 self.fail_at = None
@@ -111,6 +111,9 @@ class LateGpu:
     def record(self, event: int, stream: int) -> None:
         assert stream == 7
         self.events[event].record()
+
+    def is_done(self, event: int) -> bool:
+        return self.events[event].until <= self.done
 
     def read(self, out: Any) -> np.ndarray:
         """What a kernel on CuPy's current stream would see in an array."""
@@ -142,6 +145,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateGpu]:
     made = LateGpu()
     monkeypatch.setitem(sys.modules, "cupy", made)
     monkeypatch.setitem(sys.modules, "cupy.cuda", made.cuda)
+    monkeypatch.setattr(runtime, "copying", lambda: (made.copy, made.record, made.is_done))
     monkeypatch.setattr(staging, "_made", {})
     yield made
     staging.release()
@@ -159,9 +163,10 @@ def test_every_byte_arrives_once(gpu: LateGpu, rng: np.random.Generator, threads
         np.testing.assert_array_equal(gpu.read(out), kept)
         assert gpu.log == ["staging", *["slice"] * -(-size // 1000), "current"]  # the first for what memory held before
     assert sum(gpu.copies) == 3 * size and max(gpu.copies) <= 1000 and len(gpu.copies) == 3 * -(-size // 1000)
-    assert gpu.pinned_bytes == [2 * threads * 1000] == [s.nbytes]
+    assert gpu.pinned_bytes == [(2 * threads + staging.AHEAD) * 1000] == [s.nbytes]
     if threads == 1:
-        assert len({source for _, source, _ in gpu.queued}) == min(2, len(gpu.copies)), "both buffers take turns"
+        count = min(2 + staging.AHEAD, len(gpu.copies))
+        assert len({source for _, source, _ in gpu.queued}) == count, "the buffers take turns"
     s.close()
 
 
@@ -176,7 +181,7 @@ def test_several_arrays_at_once(gpu: LateGpu, rng: np.random.Generator) -> None:
 
 def test_slices_of_smaller_arrays_are_shorter(gpu: LateGpu) -> None:
     """The bus waits until the first are full."""
-    for size, step in ((1 << 20, 512 << 10), (14336 * 4096, 2 << 20), (130_000_000, 4 << 20)):
+    for size, step in ((1 << 20, 512 << 10), (14336 * 4096, 2 << 20), (130_000_000, 4 << 20)):  # of eight threads
         s = Staging(0, threads=8)
         s.copy(np.zeros(size, np.uint8))
         assert sorted(gpu.copies)[1:] == [step] * (-(-size // step) - 1) and sum(gpu.copies) == size
@@ -229,6 +234,42 @@ def test_what_lies_in_a_file_is_read_from_it(
     np.testing.assert_array_equal(gpu.read(s.copy(mapped.copy())), a)
     assert from_memory
     s.close()
+
+
+def files_parts(mapped: np.ndarray) -> list[np.ndarray]:
+    """As layers have them: one after another, with something small between."""
+    return [mapped[i : i + 7_300] for i in range(0, mapped.size - 7_300, 7_777)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5, 40])
+@pytest.mark.parametrize("callers", [1, 3])
+def test_what_comes_next_in_a_file_is_read_ahead(
+    gpu: LateGpu, rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, callers: int
+) -> None:
+    """And whatever comes instead: another order, another file, memory; nothing is lost of what is in order."""
+    (tmp_path / "b").mkdir()
+    a = rng.integers(0, 256, 200_000, np.uint8)
+    parts, other = files_parts(in_a_file(tmp_path, a)), files_parts(in_a_file(tmp_path / "b", a[::-1].copy()))
+    asked: list[int] = []
+    read = file.Map.read_into
+    monkeypatch.setattr(file.Map, "read_into", lambda *of: asked.append(of[1].size) or read(*of))
+    s = Staging(0, threads=3, slice_bytes=1000, ahead=ahead)
+    orders = parts, parts[::2] + other[:4] + [parts[3].copy()] + parts[5:9] + other[5:2:-1] + parts[::-1], other
+    for i, order in enumerate(orders):
+        asked.clear()
+        with ThreadPoolExecutor(callers) as pool:
+            for part, b in zip(order, pool.map(s.copy, order), strict=True):
+                np.testing.assert_array_equal(gpu.read(b), part)
+        if callers == 1 and i == 0 and ahead:
+            assert sum(asked) <= 1.1 * mapped_bytes(parts), "no byte is read twice"
+    s.copy(a)
+    for _ in range(s.nbytes // 1000 - ahead):  # the buffers are all there
+        s._free.get(timeout=5)
+    s.close()
+
+
+def mapped_bytes(parts: list[np.ndarray]) -> int:
+    return parts[-1].ctypes.data + parts[-1].nbytes - parts[0].ctypes.data
 
 
 def test_a_file_that_was_cut_short(gpu: LateGpu, rng: np.random.Generator, tmp_path: Path) -> None:
@@ -294,8 +335,8 @@ def test_buffers_are_made_once_and_released(gpu: LateGpu) -> None:
     a = np.ones(staging.LEAST_BYTES, np.uint8)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(staging.to_gpu, [a] * 8))
-    most = 2 * staging.THREADS * staging.SLICE_BYTES
-    assert len(gpu.pinned_bytes) == 1 and gpu.pinned_bytes[0] <= most == 64 << 20  # as README says
+    most = (2 * staging.THREADS + staging.AHEAD) * staging.SLICE_BYTES
+    assert len(gpu.pinned_bytes) == 1 and gpu.pinned_bytes[0] <= most == 208 << 20  # as README says
     staging.release()
     staging.release()
     assert not [t for t in threading.enumerate() if t.name.startswith("cufp8-staging")]
