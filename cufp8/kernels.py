@@ -129,6 +129,11 @@ class Weight:
         return ("WEIGHT", number), ("TILE_BYTES", self.tile_bytes), ("IS_MX", int(self.folds is not None)), *sums
 
     @property
+    def scale_turn(self) -> int:
+        """Bits by which a tile's words of four scales are turned to the left."""
+        return 4 if self.folds is None else 7
+
+    @property
     def layout(self) -> str:
         """The row of KERNELS that lays them out: one for codes in bytes whose tiles have no scales."""
         return f"layout_{self.name}" if self.block else "layout"
@@ -247,8 +252,10 @@ def pack(codes: np.ndarray, panels: int, weight: Weight | None = None, scale: np
     if weight.block:
         kept = np.zeros((units * UNIT, steps * weight.scales), np.uint8)
         kept[: scale.shape[0], : scale.shape[1]] = NVFP4_SCALES[scale] if weight.name == "nvfp4" else scale
-        kept = kept.reshape(units, 2, 8, steps, weight.scales).transpose(0, 3, 2, 1, 4).reshape(units, steps, -1)
-        tiles = np.concatenate([tiles, kept], axis=2)
+        # [unit, half, row, step, word, block of two] -> [unit, step, row, word, half, block of two]
+        kept = kept.reshape(units, 2, 8, steps, -1, 2).transpose(0, 3, 2, 4, 1, 5).reshape(units, steps, -1)
+        words = _turned(kept.view(np.uint32), weight.scale_turn)
+        tiles = np.concatenate([tiles, words.view(np.uint8)], axis=2)
     return np.concatenate([tiles[u].swapaxes(0, 1).ravel() for u in _panels(units, panels)])
 
 
@@ -273,8 +280,9 @@ def unpack(
     wide = np.ascontiguousarray(wide.reshape(units * UNIT, steps * STEP)[:n, :k])
     if not weight.block:
         return wide
-    kept = tiles[..., weight.code_bytes :].reshape(units, steps, 8, 2, weight.scales).transpose(0, 3, 2, 1, 4)
-    kept = kept.reshape(units * UNIT, steps * weight.scales)[:n, : _ceil(k, weight.block)]
+    words = np.ascontiguousarray(tiles[..., weight.code_bytes :]).view(np.uint32)
+    kept = _turned(words, 32 - weight.scale_turn).view(np.uint8).reshape(units, steps, 8, -1, 2, 2)
+    kept = kept.transpose(0, 4, 2, 1, 3, 5).reshape(units * UNIT, steps * weight.scales)[:n, : _ceil(k, weight.block)]
     return wide, np.argsort(NVFP4_SCALES).astype(np.uint8)[kept] if weight.name == "nvfp4" else kept.copy()
 
 
@@ -440,14 +448,22 @@ def _mma_plan(target: Target, p: Problem) -> Launch:
 
 # --- async_mma.cu ----------------------------------------------------------------------------------------
 
-# tokens, units of a block -> steps of k that a warp has on their way
-_ASYNC_SHAPES = {(1, 1): 4, (8, 1): 4, (8, 2): 4, (16, 2): 2}
+# bits of a code -> tokens, units of a block -> steps of k that a warp has on their way
+_ASYNC_SHAPES = {
+    8: {(1, 1): 4, (8, 1): 4, (8, 2): 4, (16, 2): 2},
+    4: {(1, 1): 8, (8, 1): 4, (8, 2): 4, (16, 2): 2},
+}
 
 
-def _async_entries(arch: Arch) -> tuple[str, ...]:
+def _async_defines(weight: Weight) -> tuple[tuple[str, int], ...]:
+    return tuple((f"GROUP_{t}_{u}", group) for (t, u), group in _ASYNC_SHAPES[weight.bits].items())
+
+
+def _async_entries(weight: Weight, arch: Arch) -> tuple[str, ...]:
     if not arch.bf16_mma:
         return ()
-    return tuple(f"async_mma_{x}_{tokens}_{units}" for x in _mma_dtypes(arch) for tokens, units in _ASYNC_SHAPES)
+    shapes = _ASYNC_SHAPES[weight.bits]
+    return tuple(f"async_mma_{x}_{tokens}_{units}" for x in _mma_dtypes(arch) for tokens, units in shapes)
 
 
 def _async_serves(target: Target, p: Problem) -> bool:
@@ -467,12 +483,17 @@ def _async_plan(target: Target, p: Problem) -> Launch:
     # us of a chain on an H200, M = 1, by 8 / by 16 warps: 4096x4096 5.7 / 6.3, 4096x14336 16.4 / 14.0, 1024x8192
     # 7.1 / 4.7; M = 8, a block of one unit / of two: 4096x4096 6.2 / 8.0, 8192x8192 18.8 / 17.4.
     units, steps = units_steps(p.n, p.k)
-    tokens = next(t for t, _ in _ASYNC_SHAPES if p.m <= t)
+    weight = WEIGHTS[p.weight]
+    shapes = _ASYNC_SHAPES[weight.bits]
+    tokens = next(t for t, _ in shapes if p.m <= t)
     wide = 2 if tokens == 16 or (tokens == 8 and units > 2 * target.sms) else 1
-    group = _ASYNC_SHAPES[tokens, wide]
+    group = shapes[tokens, wide]
     x_bytes = group * 160 if tokens == 1 else tokens * (group * 128 + 16)
-    warp_bytes = group * wide * WEIGHTS[p.weight].own_bytes + x_bytes
+    warp_bytes = group * wide * weight.own_bytes + x_bytes
     most = 12 if tokens == 16 else 16 if units <= target.sms or (tokens == 1 and steps >= 224) else 8
+    if tokens == 1 and weight.bits == 4 and units > target.sms:
+        # All blocks at once: 14336x4096 11.2 / 13.7 by 4 / by 8 warps.
+        most = 4 if units > 4 * target.sms else 8
     most = min(most, target.smem_bytes // warp_bytes)
     groups = _ceil(steps, group)
     warps = _ceil(groups, _ceil(groups, most))  # all with as many groups, or one fewer
@@ -1076,8 +1097,8 @@ def _linear_rows(weight: Weight) -> list[Kernel]:
             "async_mma",
             "async_mma.cu",
             LINEAR_ARGS,
-            (),
-            entries=_async_entries,
+            _async_defines(weight),
+            entries=partial(_async_entries, weight),
             serves=_async_serves,
             plan=_async_plan,
             dynamic_smem=True,

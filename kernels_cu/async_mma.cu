@@ -9,13 +9,12 @@
 #include "mma.cuh"
 
 constexpr int MAX_WARPS = 16;
-constexpr int SUMS_WARPS = 12;                                  // of a block of 16 tokens, where scales multiply sums
-template <int TOKENS> constexpr int GROUP = TOKENS > 8 ? 2 : 4; // steps that a warp has on their way
+constexpr int SUMS_WARPS = 12; // of a block of 16 tokens, where scales multiply sums
 
 // x of a group, as the warp that multiplies it keeps it. One token: the 32 bytes of a step that a lane needs stand
 // together, for its lane % 4; two steps lie in different banks.
-template <int TOKENS> struct Chunk {
-    static constexpr int PITCH = GROUP<TOKENS> * 128 + 16; // 16 more: rows lie in different banks
+template <int TOKENS, int GROUP> struct Chunk {
+    static constexpr int PITCH = GROUP * 128 + 16; // 16 more: rows lie in different banks
     static constexpr int BYTES = TOKENS * PITCH;
     uint8_t *base;
 
@@ -29,8 +28,8 @@ template <int TOKENS> struct Chunk {
         b[0] = ldmatrix_x4(at), b[1] = ldmatrix_x4(at + 64);
     }
 };
-template <> struct Chunk<1> {
-    static constexpr int PITCH = 160, BYTES = GROUP<1> * PITCH;
+template <int GROUP> struct Chunk<1, GROUP> {
+    static constexpr int PITCH = 160, BYTES = GROUP * PITCH;
     uint8_t *base;
 
     __device__ __forceinline__ void store(int, int piece, const uint4 &v) const {
@@ -44,8 +43,9 @@ template <> struct Chunk<1> {
     }
 };
 
-template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_mma(const LinearArgs &a) {
-    constexpr int GROUP = ::GROUP<TOKENS>, X_PIECES = GROUP * 8; // of 16 bytes in a group of a row of x
+// GROUP: steps that a warp has on their way.
+template <class X, int TOKENS, int UNITS, int GROUP> __device__ __forceinline__ void async_mma(const LinearArgs &a) {
+    constexpr int X_PIECES = GROUP * 8; // of 16 bytes in a group of a row of x
     constexpr int CHANNELS = UNITS * UNIT, UNIT_BYTES = CODE_BYTES + 32 * LANE_SCALES, STEP_BYTES = UNITS * UNIT_BYTES;
     constexpr int TILES = (TOKENS + 7) / 8, PER_LANE = TOKENS * X_PIECES / 32;
     constexpr bool SUMS = SCALES_SUMS<X>;
@@ -66,8 +66,8 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
         pitch[u] = tile(a, unit, 1) - tile(a, unit, 0);
         if (MOVES) from[u] += warp * GROUP * pitch[u];
     }
-    uint8_t *const ring = memory + warp * (GROUP * STEP_BYTES + Chunk<TOKENS>::BYTES) + lane * 16;
-    const Chunk<TOKENS> chunk{ring - lane * 16 + GROUP * STEP_BYTES};
+    uint8_t *const ring = memory + warp * (GROUP * STEP_BYTES + Chunk<TOKENS, GROUP>::BYTES) + lane * 16;
+    const Chunk<TOKENS, GROUP> chunk{ring - lane * 16 + GROUP * STEP_BYTES};
     const uint8_t *const ring_scales = ring + CODE_BYTES - lane * (16 - LANE_SCALES); // each lane has its own
     const auto load = [&](int i, int group) {
         const int step = group * GROUP + i;
@@ -190,7 +190,7 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
 #define ENTRY(name, X, TOKENS, UNITS)                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * (SCALES_SUMS<X> && TOKENS > 8 ? SUMS_WARPS : MAX_WARPS),         \
                                                  TOKENS == 1 ? 2 : 1) name(const __grid_constant__ LinearArgs a) {     \
-        async_mma<X, TOKENS, UNITS>(a);                                                                                \
+        async_mma<X, TOKENS, UNITS, GROUP_##TOKENS##_##UNITS>(a);                                                      \
     }
 
 // The numbers in a name: tokens, units.

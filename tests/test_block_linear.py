@@ -121,9 +121,14 @@ def test_a_lane_finds_its_scales(rng: np.random.Generator, weight: Weight) -> No
     scale = rng.integers(1, 0x7F, (16, weight.scales), np.uint8)
     packed = kernels.pack(np.zeros((16, 64), np.uint8), 1, weight, scale)
     kept = kernels.NVFP4_SCALES[scale] if weight.name == "nvfp4" else scale
-    for row in range(8):
-        mine = packed[weight.code_bytes + 2 * weight.scales * row :][: 2 * weight.scales]
-        np.testing.assert_array_equal(mine, np.concatenate([kept[row], kept[row + 8]]))
+    words = packed[weight.code_bytes : weight.tile_bytes].view(np.uint32).reshape(8, -1)
+    assert "SCALE_TURN = MX ? 7 : 4;" in WEIGHTS_CUH and "turn_right(four, 8)" in WEIGHTS_CUH
+    mask, place = (0x7F807F80, 7) if weight.folds else (0x0FF00FF0, 4)
+    assert f"turned & 0x{mask:08x}u" in WEIGHTS_CUH
+    for row, block in itertools.product(range(8), range(weight.scales)):
+        word = int(words[row, block // 2])
+        scales = ((word >> 8 | word << 24) if block % 2 else word) & mask
+        assert (scales >> place & 0xFF, scales >> place + 16) == (kept[row, block], kept[row + 8, block])
 
 
 # --- on the CPU: the arithmetic of weights.cuh, in NumPy ----------------------------------------------------
@@ -146,7 +151,7 @@ def test_pairs_are_those_of_the_source() -> None:
     for text in (
         "0x81c081c0u",
         "word << 6 &",
-        "(word, word, 12)",
+        "turn_left(word, 12)",
         "(word << 2 & 0x80c080c0u) | (word >> 6 & 0x01000100u)",
     ):
         assert text in WEIGHTS_CUH
@@ -171,7 +176,7 @@ def e2m1_bits(code: int) -> int:
 @pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
 def test_nvfp4_scales_fold_exactly(x_dtype: str) -> None:
     by, first, factor = {"bfloat16": (16, 0x75F0, 2.0**8), "float16": (128, 0x1780, 2.0**14)}[x_dtype]
-    assert f"* {by} + 0x{first:04x}{first:04x}u" in WEIGHTS_CUH
+    assert f"bits{' * 8' * (by == 128)} + 0x{first:04x}{first:04x}u" in WEIGHTS_CUH
     assert "same<X, F16> ? 16384.0f : 256.0f" in WEIGHTS_CUH
     assert len(set(kernels.NVFP4_SCALES.tolist())) == 256
     for scale, code in itertools.product((*range(0x7F), 0x80), range(16)):
@@ -286,7 +291,7 @@ def test_every_problem_has_a_row_and_every_entry_a_problem(arch: str, weight: We
                 assert not (sums and weight.block), (p, launch)
             if row_of(row) == "async_mma":
                 tokens, units = (int(part) for part in launch.entry.rsplit("_", 2)[1:])
-                steps = kernels._ASYNC_SHAPES[tokens, units]
+                steps = kernels._ASYNC_SHAPES[weight.bits][tokens, units]
                 x_bytes = steps * 160 if tokens == 1 else tokens * (steps * 128 + 16)
                 own = steps * units * weight.own_bytes
                 assert launch.block // 32 * (own + x_bytes) <= launch.smem_bytes, (p, launch)

@@ -142,7 +142,7 @@ def test_every_output_has_a_block_and_no_block_is_idle(arch: str, x_dtype: str) 
 
 def test_async_mma_has_the_tables_numbers() -> None:
     text = (Path(__file__).parent.parent / "kernels_cu" / "async_mma.cu").read_text()
-    assert f"MAX_WARPS = {MAX_ASYNC_WARPS};" in text and "GROUP = TOKENS > 8 ? 2 : 4;" in text
+    assert f"MAX_WARPS = {MAX_ASYNC_WARPS};" in text
 
 
 def check_async_launch(target: Target, p: Problem, launch: Launch) -> None:
@@ -150,9 +150,8 @@ def check_async_launch(target: Target, p: Problem, launch: Launch) -> None:
     what = target, p, launch
     tokens, units = numbers_of(launch)
     warps, steps = launch.block // 32, kernels.units_steps(p.n, p.k)[1]
-    assert p.m <= tokens and (tokens, units) in kernels._ASYNC_SHAPES and launch.grid[1:] == (1, 1), what
-    group = kernels._ASYNC_SHAPES[tokens, units]
-    assert group == (2 if tokens > 8 else 4), what
+    assert p.m <= tokens and (tokens, units) in kernels._ASYNC_SHAPES[8] and launch.grid[1:] == (1, 1), what
+    group = kernels._ASYNC_SHAPES[8][tokens, units]
     assert 1 <= warps <= MAX_ASYNC_WARPS and launch.block == 32 * warps, what
     assert launch.block % (16 * units) == 0, what  # a thread stores one channel alone
     # for (group = warp; group < groups; group += warps): each warp has one, and none has two more than another.
