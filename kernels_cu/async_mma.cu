@@ -66,21 +66,21 @@ template <class X, int TOKENS, int UNITS, int GROUP> __device__ __forceinline__ 
         pitch[u] = tile(a, unit, 1) - tile(a, unit, 0);
         if (MOVES) from[u] += warp * GROUP * pitch[u];
     }
-    uint8_t *const ring = memory + warp * (GROUP * STEP_BYTES + Chunk<TOKENS, GROUP>::BYTES) + lane * 16;
-    const Chunk<TOKENS, GROUP> chunk{ring - lane * 16 + GROUP * STEP_BYTES};
-    const uint8_t *const ring_scales = ring + CODE_BYTES - lane * (16 - LANE_SCALES); // each lane has its own
+    const int first_byte = warp * (GROUP * STEP_BYTES + Chunk<TOKENS, GROUP>::BYTES);
+    uint8_t *const ring = memory + hidden(first_byte + lane * 16);
+    const Chunk<TOKENS, GROUP> chunk{memory + first_byte + GROUP * STEP_BYTES};
+    const int to_own_scales = hidden(CODE_BYTES - lane * (16 - LANE_SCALES)); // each lane has its own
+    const uint8_t *const ring_scales = ring + to_own_scales;
     const auto load = [&](int i, int group) {
         const int step = group * GROUP + i;
-        if (step < a.steps)
+        if (i < a.steps - group * GROUP)
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 const uint32_t to = smem_address(ring) + i * STEP_BYTES + u * UNIT_BYTES;
                 const uint8_t *tile = MOVES ? from[u] : from[u] + step * pitch[u];
 #pragma unroll
                 for (int piece = 0; piece < PIECES; ++piece) cp_async_16(to + piece * 512, tile + piece * 512);
-                if constexpr (LANE_SCALES > 0)
-                    cp_async_few<LANE_SCALES>(smem_address(ring_scales) + i * STEP_BYTES + u * UNIT_BYTES,
-                                              tile + to_scales(lane));
+                if constexpr (LANE_SCALES > 0) cp_async_few<LANE_SCALES>(to + to_own_scales, tile + to_scales(lane));
             }
         cp_async_commit();
 #pragma unroll
@@ -131,7 +131,7 @@ template <class X, int TOKENS, int UNITS, int GROUP> __device__ __forceinline__ 
                 codes[u] = Codes(ring + i * STEP_BYTES + u * UNIT_BYTES, ring_scales + i * STEP_BYTES + u * UNIT_BYTES);
                 if (FORMAT == FP8_BLOCK) codes[u].block_scale = block[u][i / 2];
             }
-            if (group * GROUP + i < a.steps)
+            if (i < a.steps - group * GROUP)
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
 #pragma unroll
