@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -451,12 +452,13 @@ def _mma_plan(target: Target, p: Problem) -> Launch:
 # bits of a code -> tokens, units of a block -> steps of k that a warp has on their way
 _ASYNC_SHAPES = {
     8: {(1, 1): 4, (8, 1): 4, (8, 2): 4, (16, 2): 2},
-    4: {(1, 1): 8, (8, 1): 4, (8, 2): 4, (16, 2): 2},
+    4: {(1, 1): 4, (1, 2): 4, (8, 1): 4, (8, 2): 4, (16, 2): 2},
 }
-
-
-def _async_defines(weight: Weight) -> tuple[tuple[str, int], ...]:
-    return tuple((f"GROUP_{t}_{u}", group) for (t, u), group in _ASYNC_SHAPES[weight.bits].items())
+# tokens -> multiples of the multiprocessors: of more units than so many a block has two; the same for 4-bit codes and
+# 128 steps or more. us of a chain on an H200, by one / by two. M = 8: 4096x4096 6.2 / 8.0, 8192x8192 18.8 / 17.4, 4-bit
+# 4096x14336 14.8 / 13.6, 4096x4096 5.5 / 6.7. M = 1, 4-bit: 8192x8192 11.9 / 10.8, 28672x8192 36.4 / 34.0, 14336x4096
+# 11.2 / 12.2.
+_ASYNC_TWO = {1: (math.inf, 2), 8: (2, 1), 16: (0, 0)}
 
 
 def _async_entries(weight: Weight, arch: Arch) -> tuple[str, ...]:
@@ -480,20 +482,26 @@ def _async_serves(target: Target, p: Problem) -> bool:
 
 
 def _async_plan(target: Target, p: Problem) -> Launch:
-    # us of a chain on an H200, M = 1, by 8 / by 16 warps: 4096x4096 5.7 / 6.3, 4096x14336 16.4 / 14.0, 1024x8192
-    # 7.1 / 4.7; M = 8, a block of one unit / of two: 4096x4096 6.2 / 8.0, 8192x8192 18.8 / 17.4.
+    # us of a chain on an H200 by 8 / by 16 warps, M = 1: 4096x4096 5.7 / 6.3, 4096x14336 16.4 / 14.0, 1024x8192
+    # 7.1 / 4.7; 4-bit: 4096x4096 5.2 / 4.8, 4096x14336 14.6 / 10.6, 8192x8192 11.9 / 13.2, with two units and M = 8
+    # 4096x14336 20.7 / 13.6. By 4 / by 8, 4-bit, M = 1: 28672x8192 with two units 34.0 / 36.5, 14336x4096 with one
+    # 13.0 / 11.2.
     units, steps = units_steps(p.n, p.k)
     weight = WEIGHTS[p.weight]
+    four = weight.bits == 4
     shapes = _ASYNC_SHAPES[weight.bits]
     tokens = next(t for t, _ in shapes if p.m <= t)
-    wide = 2 if tokens == 16 or (tokens == 8 and units > 2 * target.sms) else 1
+    wide = 1 + (units > _ASYNC_TWO[tokens][four and steps >= 128] * target.sms)
     group = shapes[tokens, wide]
     x_bytes = group * 160 if tokens == 1 else tokens * (group * 128 + 16)
     warp_bytes = group * wide * weight.own_bytes + x_bytes
-    most = 12 if tokens == 16 else 16 if units <= target.sms or (tokens == 1 and steps >= 224) else 8
-    if tokens == 1 and weight.bits == 4 and units > target.sms:
-        # All blocks at once: 14336x4096 11.2 / 13.7 by 4 / by 8 warps.
-        most = 4 if units > 4 * target.sms else 8
+    few = units <= (2 if four and (tokens == 1 or wide == 2) else 1) * target.sms
+    if tokens == 16:
+        most = 12
+    elif four and wide == 2 and units > 4 * target.sms:
+        most = 4
+    else:
+        most = 16 if few or (tokens == 1 and steps >= 224) else 8
     most = min(most, target.smem_bytes // warp_bytes)
     groups = _ceil(steps, group)
     warps = _ceil(groups, _ceil(groups, most))  # all with as many groups, or one fewer
@@ -1097,7 +1105,7 @@ def _linear_rows(weight: Weight) -> list[Kernel]:
             "async_mma",
             "async_mma.cu",
             LINEAR_ARGS,
-            _async_defines(weight),
+            (),
             entries=partial(_async_entries, weight),
             serves=_async_serves,
             plan=_async_plan,

@@ -9,12 +9,13 @@
 #include "mma.cuh"
 
 constexpr int MAX_WARPS = 16;
-constexpr int SUMS_WARPS = 12; // of a block of 16 tokens, where scales multiply sums
+constexpr int SUMS_WARPS = 12;                                  // of a block of 16 tokens, where scales multiply sums
+template <int TOKENS> constexpr int GROUP = TOKENS > 8 ? 2 : 4; // steps that a warp has on their way
 
 // x of a group, as the warp that multiplies it keeps it. One token: the 32 bytes of a step that a lane needs stand
 // together, for its lane % 4; two steps lie in different banks.
-template <int TOKENS, int GROUP> struct Chunk {
-    static constexpr int PITCH = GROUP * 128 + 16; // 16 more: rows lie in different banks
+template <int TOKENS> struct Chunk {
+    static constexpr int PITCH = GROUP<TOKENS> * 128 + 16; // 16 more: rows lie in different banks
     static constexpr int BYTES = TOKENS * PITCH;
     uint8_t *base;
 
@@ -28,8 +29,8 @@ template <int TOKENS, int GROUP> struct Chunk {
         b[0] = ldmatrix_x4(at), b[1] = ldmatrix_x4(at + 64);
     }
 };
-template <int GROUP> struct Chunk<1, GROUP> {
-    static constexpr int PITCH = 160, BYTES = GROUP * PITCH;
+template <> struct Chunk<1> {
+    static constexpr int PITCH = 160, BYTES = GROUP<1> * PITCH;
     uint8_t *base;
 
     __device__ __forceinline__ void store(int, int piece, const uint4 &v) const {
@@ -43,9 +44,8 @@ template <int GROUP> struct Chunk<1, GROUP> {
     }
 };
 
-// GROUP: steps that a warp has on their way.
-template <class X, int TOKENS, int UNITS, int GROUP> __device__ __forceinline__ void async_mma(const LinearArgs &a) {
-    constexpr int X_PIECES = GROUP * 8; // of 16 bytes in a group of a row of x
+template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_mma(const LinearArgs &a) {
+    constexpr int GROUP = ::GROUP<TOKENS>, X_PIECES = GROUP * 8; // of 16 bytes in a group of a row of x
     constexpr int CHANNELS = UNITS * UNIT, UNIT_BYTES = CODE_BYTES + 32 * LANE_SCALES, STEP_BYTES = UNITS * UNIT_BYTES;
     constexpr int TILES = (TOKENS + 7) / 8, PER_LANE = TOKENS * X_PIECES / 32;
     constexpr bool SUMS = SCALES_SUMS<X>;
@@ -66,11 +66,12 @@ template <class X, int TOKENS, int UNITS, int GROUP> __device__ __forceinline__ 
         pitch[u] = tile(a, unit, 1) - tile(a, unit, 0);
         if (MOVES) from[u] += warp * GROUP * pitch[u];
     }
-    const int first_byte = warp * (GROUP * STEP_BYTES + Chunk<TOKENS, GROUP>::BYTES);
+    const int first_byte = warp * (GROUP * STEP_BYTES + Chunk<TOKENS>::BYTES);
     uint8_t *const ring = memory + hidden(first_byte + lane * 16);
-    const Chunk<TOKENS, GROUP> chunk{memory + first_byte + GROUP * STEP_BYTES};
+    const Chunk<TOKENS> chunk{memory + first_byte + GROUP * STEP_BYTES};
     const int to_own_scales = hidden(CODE_BYTES - lane * (16 - LANE_SCALES)); // each lane has its own
     const uint8_t *const ring_scales = ring + to_own_scales;
+    const int to_tile_scales = FP4 ? hidden(to_scales(lane)) : to_scales(lane); // of MXFP8 no register is left for it
     const auto load = [&](int i, int group) {
         const int step = group * GROUP + i;
         if (i < a.steps - group * GROUP)
@@ -80,7 +81,7 @@ template <class X, int TOKENS, int UNITS, int GROUP> __device__ __forceinline__ 
                 const uint8_t *tile = MOVES ? from[u] : from[u] + step * pitch[u];
 #pragma unroll
                 for (int piece = 0; piece < PIECES; ++piece) cp_async_16(to + piece * 512, tile + piece * 512);
-                if constexpr (LANE_SCALES > 0) cp_async_few<LANE_SCALES>(to + to_own_scales, tile + to_scales(lane));
+                if constexpr (LANE_SCALES > 0) cp_async_few<LANE_SCALES>(to + to_own_scales, tile + to_tile_scales);
             }
         cp_async_commit();
 #pragma unroll
@@ -189,8 +190,9 @@ template <class X, int TOKENS, int UNITS, int GROUP> __device__ __forceinline__ 
 
 #define ENTRY(name, X, TOKENS, UNITS)                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * (SCALES_SUMS<X> && TOKENS > 8 ? SUMS_WARPS : MAX_WARPS),         \
-                                                 TOKENS == 1 ? 2 : 1) name(const __grid_constant__ LinearArgs a) {     \
-        async_mma<X, TOKENS, UNITS, GROUP_##TOKENS##_##UNITS>(a);                                                      \
+                                                 TOKENS * UNITS == 1 ? 2 : 1)                                          \
+        name(const __grid_constant__ LinearArgs a) {                                                                   \
+        async_mma<X, TOKENS, UNITS>(a);                                                                                \
     }
 
 // The numbers in a name: tokens, units.
@@ -202,3 +204,7 @@ ENTRY(async_mma_float16_1_1, F16, 1, 1)
 ENTRY(async_mma_float16_8_1, F16, 8, 1)
 ENTRY(async_mma_float16_8_2, F16, 8, 2)
 ENTRY(async_mma_float16_16_2, F16, 16, 2)
+#if WEIGHT >= 3 // 4-bit codes
+ENTRY(async_mma_bfloat16_1_2, BF16, 1, 2)
+ENTRY(async_mma_float16_1_2, F16, 1, 2)
+#endif

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -245,7 +246,7 @@ def test_where_scales_begin_to_be_wide(kind: str, scale: int, wide: bool) -> Non
 
 # --- on the CPU: what serves which problem ------------------------------------------------------------------
 
-CHANNELS, LENGTHS = (1, 1000, 1856, 4096, 8448, 50_257), (8, 31, 144, 4096)
+CHANNELS, LENGTHS = (1, 1000, 1856, 4096, 8448, 50_257), (8, 31, 144, 8192)
 TOKENS = (1, 2, 8, 9, 16, 17, 33, 64, 65, 129, 300, 300_000)
 
 
@@ -399,6 +400,26 @@ def test_small_problems(rng: np.random.Generator, poison: Callable[..., Any], ki
     assert_same_weight(layer.weight, q)
     for m in (1, 5, 16, 40, 130):
         x = floats(rng, (m, 200), x_dtype)
+        for name, y in by_every_row(layer, cupy.asarray(x), poison).items():
+            with named(f"m {m}, {name}"):
+                reference.assert_scaled_close(y, exact(x, values), x_dtype, acc_of(x_dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sms", (1, 4, 8))
+@pytest.mark.parametrize("x_dtype", ("bfloat16", "float16"))
+@kinds
+def test_launches_of_long_rows(
+    rng: np.random.Generator, poison: Callable[..., Any], kind: str, x_dtype: str, sms: int
+) -> None:
+    """As many units for each multiprocessor as larger weights have: blocks of one unit and of two, tile after tile."""
+    import cupy
+
+    q, values = drawn(rng, kind, 150, 8200)
+    layer = on_gpu(q)
+    layer._target = dataclasses.replace(layer._target, sms=sms)
+    for m in (1, 2, 8, 16):
+        x = floats(rng, (m, 8200), x_dtype)
         for name, y in by_every_row(layer, cupy.asarray(x), poison).items():
             with named(f"m {m}, {name}"):
                 reference.assert_scaled_close(y, exact(x, values), x_dtype, acc_of(x_dtype))

@@ -142,7 +142,9 @@ def test_every_output_has_a_block_and_no_block_is_idle(arch: str, x_dtype: str) 
 
 def test_async_mma_has_the_tables_numbers() -> None:
     text = (Path(__file__).parent.parent / "kernels_cu" / "async_mma.cu").read_text()
-    assert f"MAX_WARPS = {MAX_ASYNC_WARPS};" in text
+    assert f"MAX_WARPS = {MAX_ASYNC_WARPS};" in text and "GROUP = TOKENS > 8 ? 2 : 4;" in text
+    for shapes in kernels._ASYNC_SHAPES.values():
+        assert all(group == (2 if tokens > 8 else 4) for (tokens, _), group in shapes.items())
 
 
 def check_async_launch(target: Target, p: Problem, launch: Launch) -> None:
