@@ -472,7 +472,8 @@ def _async_serves(target: Target, p: Problem) -> bool:
     # us of a chain on an H200, against bulk_mma.cu. M = 1: 4096x4096 5.7 / 7.8, 4096x14336 14.0 / 19.6, 8192x8192
     # 16.5 / 19.2, 151936x4096 140 / 154. M = 8: 4096x4096 6.2 / 7.9, 4096x14336 15.5 / 19.6, 8192x8192 17.4 / 19.4, but
     # 14336x4096 17.0 / 17.0, 28672x8192 59.4 / 56.6: each block reads x again. M = 16: 4096x4096 7.6 / 8.0, 4096x14336
-    # 18.2 / 20.1, but 6144x4096 10.9 / 10.5.
+    # 18.2 / 20.1, but 6144x4096 10.9 / 10.5. NVFP4, M = 8: 8192x8192 13.6 / 14.5, 14336x4096 13.5 / 13.4, 28672x8192
+    # 41.9 / 35.1.
     arch, units = arch_of(target.arch), units_steps(p.n, p.k)[0]
     if not (arch.bf16_mma and p.x_dtype in _mma_dtypes(arch) and p.aligned16) or p.batch_invariant or _too_wide(p):
         return False
@@ -519,7 +520,6 @@ TILE_MAX_UNITS, TILE_MAX_STAGES = 8, 16
 # kernel -> tokens of a block -> blocks whose registers fit a multiprocessor; the same where scales multiply sums
 _TILES = {"bulk_mma": {8: 2, 16: 2, 32: 2, 64: 1}, "wgmma": {32: 2, 64: 2, 128: 1, 256: 1}}
 _SUMS_TILES = {"bulk_mma": {8: 2, 16: 2, 32: 1}, "wgmma": {32: 2, 64: 1, 128: 1}}
-_WARP_UNITS = {"bulk_mma": 2, "wgmma": 1}  # of a warp that multiplies
 _WAYS = {"bulk_mma": (8, 4, 2), "wgmma": (2, 1)}  # in which 8 warps may take turns at the stages, the most first
 _HELD = {"bulk_mma": 1, "wgmma": 3}  # stages that a way waits for before it gives the first of them back
 
@@ -529,6 +529,12 @@ def _tiles(name: str, weight: Weight, x_dtype: str) -> dict[int, int]:
     some = (_SUMS_TILES if x_dtype in weight.scales_sums else _TILES)[name]
     # Scales of blocks take the registers that bulk_mma.cu needs for the sums of 64 tokens.
     return {t: b for t, b in some.items() if t <= 32} if name == "bulk_mma" and weight.name != "fp8" else some
+
+
+def _warp_units(name: str, weight: Weight, tokens: int) -> int:
+    """Units of a warp that multiplies; 8 are all of a tile."""
+    # us of a chain on an H200, NVFP4, M = 8, by 2 / by 8: 14336x4096 13.9 / 13.4, 28672x8192 43.0 / 35.1.
+    return 1 if name == "wgmma" else 8 if weight.bits == 4 and tokens == 8 else 2
 
 
 def _tile_threads(p: Problem, tokens: int) -> int:
@@ -566,14 +572,16 @@ def tile_launch(
     wanted = tiles * _ceil(p.m, tokens) * split
     blocks = min(wanted, target.sms * fitting) if split == 1 else wanted
     stage = tokens * STEP * 2 + _ceil(most * WEIGHTS[p.weight].tile_bytes, 1024) * 1024
+    warp_units = _warp_units(name, WEIGHTS[p.weight], tokens)
     for ways in _WAYS[name]:
-        sums = tokens * _WARP_UNITS[name] * TILE_MAX_UNITS * UNIT * 4 if split * ways > 1 else 0
+        sums = tokens * warp_units * TILE_MAX_UNITS * UNIT * 4 if split * ways > 1 else 0
         own = blocks < wanted or (split > 1 and tokens <= 64 and large) or (split == 1 and p.batch_invariant)
         own_sums = sums if own else 0  # else they take the ring's place; where m must not matter, the ways must not
         room = target.smem_bytes // fitting - 1024 - own_sums  # the system's own share of a block
         stages = min(room // (stage + 16), TILE_MAX_STAGES) // ways * ways
-        enough = TILE_MAX_UNITS // ways * _WARP_UNITS[name] >= max(most, split)  # warps for the units and their sums
-        if enough and stages >= max(2, _HELD[name]) * ways:
+        enough = TILE_MAX_UNITS // ways * warp_units >= max(most, split)  # warps for the units and their sums
+        least = 1 if warp_units == TILE_MAX_UNITS else max(2, _HELD[name])  # stages of a way
+        if enough and stages >= least * ways:
             break
     else:
         raise AssertionError(f"{name}: no room for {tokens} tokens, {most} units, {split} blocks on {target}")

@@ -287,6 +287,11 @@ def test_every_problem_has_a_row_and_every_entry_a_problem(arch: str, weight: We
             if row_of(row) in ("bulk_mma", "wgmma"):
                 assert launch.stages * (stage_bytes(p, launch) + 16) <= launch.smem_bytes, (p, launch)
                 assert not (p.wide and x_dtype == "bfloat16") and p.aligned16
+                _, _, ways, sums_at, _ = launch.fields
+                warp_units = kernels._warp_units(row_of(row), weight, launch.box)
+                assert launch.stages % ways == 0 and (warp_units < 8 or ways == 8), (p, launch)
+                if ways * launch.split > 1:
+                    assert sums_at + launch.box * 8 * warp_units * 64 <= launch.smem_bytes, (p, launch)
                 assert launch.block == (384 if launch.box * (1 + sums) > 128 else 320), (p, launch)
             if row_of(row) == "wgmma":
                 assert not (sums and weight.block), (p, launch)
