@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -127,6 +128,11 @@ class Weight:
         sums = ((f"SUMS_{x.upper()}", int(x in self.scales_sums)) for x in ("bfloat16", "float16"))
         number = list(WEIGHTS).index(self.name)
         return ("WEIGHT", number), ("TILE_BYTES", self.tile_bytes), ("IS_MX", int(self.folds is not None)), *sums
+
+    @property
+    def scale_turn(self) -> int:
+        """Bits by which a tile's words of four scales are turned to the left."""
+        return 4 if self.folds is None else 7
 
     @property
     def layout(self) -> str:
@@ -261,8 +267,10 @@ def pack(codes: np.ndarray, panels: int, weight: Weight | None = None, scale: np
     if weight.block:
         kept = np.zeros((units * UNIT, steps * weight.scales), np.uint8)
         kept[: scale.shape[0], : scale.shape[1]] = NVFP4_SCALES[scale] if weight.name == "nvfp4" else scale
-        kept = kept.reshape(units, 2, 8, steps, weight.scales).transpose(0, 3, 2, 1, 4).reshape(units, steps, -1)
-        tiles = np.concatenate([tiles, kept], axis=2)
+        # [unit, half, row, step, word, block of two] -> [unit, step, row, word, half, block of two]
+        kept = kept.reshape(units, 2, 8, steps, -1, 2).transpose(0, 3, 2, 4, 1, 5).reshape(units, steps, -1)
+        words = _turned(kept.view(np.uint32), weight.scale_turn)
+        tiles = np.concatenate([tiles, words.view(np.uint8)], axis=2)
     return np.concatenate([tiles[u].swapaxes(0, 1).ravel() for u in _panels(units, panels)])
 
 
@@ -287,8 +295,9 @@ def unpack(
     wide = np.ascontiguousarray(wide.reshape(units * UNIT, steps * STEP)[:n, :k])
     if not weight.block:
         return wide
-    kept = tiles[..., weight.code_bytes :].reshape(units, steps, 8, 2, weight.scales).transpose(0, 3, 2, 1, 4)
-    kept = kept.reshape(units * UNIT, steps * weight.scales)[:n, : _ceil(k, weight.block)]
+    words = np.ascontiguousarray(tiles[..., weight.code_bytes :]).view(np.uint32)
+    kept = _turned(words, 32 - weight.scale_turn).view(np.uint8).reshape(units, steps, 8, -1, 2, 2)
+    kept = kept.transpose(0, 4, 2, 1, 3, 5).reshape(units * UNIT, steps * weight.scales)[:n, : _ceil(k, weight.block)]
     return wide, np.argsort(NVFP4_SCALES).astype(np.uint8)[kept] if weight.name == "nvfp4" else kept.copy()
 
 
@@ -454,21 +463,31 @@ def _mma_plan(target: Target, p: Problem) -> Launch:
 
 # --- async_mma.cu ----------------------------------------------------------------------------------------
 
-# tokens, units of a block -> steps of k that a warp has on their way
-_ASYNC_SHAPES = {(1, 1): 4, (8, 1): 4, (8, 2): 4, (16, 2): 2}
+# bits of a code -> tokens, units of a block -> steps of k that a warp has on their way
+_ASYNC_SHAPES = {
+    8: {(1, 1): 4, (8, 1): 4, (8, 2): 4, (16, 2): 2},
+    4: {(1, 1): 4, (1, 2): 4, (8, 1): 4, (8, 2): 4, (16, 2): 2},
+}
+# tokens -> multiples of the multiprocessors: of more units than so many a block has two; the same for 4-bit codes and
+# 128 steps or more. us of a chain on an H200, by one / by two. M = 8: 4096x4096 6.2 / 8.0, 8192x8192 18.8 / 17.4, 4-bit
+# 4096x14336 14.8 / 13.6, 4096x4096 5.5 / 6.7. M = 1, 4-bit: 8192x8192 11.9 / 10.8, 28672x8192 36.4 / 34.0, 14336x4096
+# 11.2 / 12.2.
+_ASYNC_TWO = {1: (math.inf, 2), 8: (2, 1), 16: (0, 0)}
 
 
-def _async_entries(arch: Arch) -> tuple[str, ...]:
+def _async_entries(weight: Weight, arch: Arch) -> tuple[str, ...]:
     if not arch.bf16_mma:
         return ()
-    return tuple(f"async_mma_{x}_{tokens}_{units}" for x in _mma_dtypes(arch) for tokens, units in _ASYNC_SHAPES)
+    shapes = _ASYNC_SHAPES[weight.bits]
+    return tuple(f"async_mma_{x}_{tokens}_{units}" for x in _mma_dtypes(arch) for tokens, units in shapes)
 
 
 def _async_serves(target: Target, p: Problem) -> bool:
     # us of a chain on an H200, against bulk_mma.cu. M = 1: 4096x4096 5.7 / 7.8, 4096x14336 14.0 / 19.6, 8192x8192
     # 16.5 / 19.2, 151936x4096 140 / 154. M = 8: 4096x4096 6.2 / 7.9, 4096x14336 15.5 / 19.6, 8192x8192 17.4 / 19.4, but
     # 14336x4096 17.0 / 17.0, 28672x8192 59.4 / 56.6: each block reads x again. M = 16: 4096x4096 7.6 / 8.0, 4096x14336
-    # 18.2 / 20.1, but 6144x4096 10.9 / 10.5.
+    # 18.2 / 20.1, but 6144x4096 10.9 / 10.5. NVFP4, M = 8: 8192x8192 13.6 / 14.5, 14336x4096 13.5 / 13.4, 28672x8192
+    # 41.9 / 35.1.
     arch, units = arch_of(target.arch), units_steps(p.n, p.k)[0]
     if not (arch.bf16_mma and p.x_dtype in _mma_dtypes(arch) and p.aligned16) or p.batch_invariant or _too_wide(p):
         return False
@@ -478,15 +497,26 @@ def _async_serves(target: Target, p: Problem) -> bool:
 
 
 def _async_plan(target: Target, p: Problem) -> Launch:
-    # us of a chain on an H200, M = 1, by 8 / by 16 warps: 4096x4096 5.7 / 6.3, 4096x14336 16.4 / 14.0, 1024x8192
-    # 7.1 / 4.7; M = 8, a block of one unit / of two: 4096x4096 6.2 / 8.0, 8192x8192 18.8 / 17.4.
+    # us of a chain on an H200 by 8 / by 16 warps, M = 1: 4096x4096 5.7 / 6.3, 4096x14336 16.4 / 14.0, 1024x8192
+    # 7.1 / 4.7; 4-bit: 4096x4096 5.2 / 4.8, 4096x14336 14.6 / 10.6, 8192x8192 11.9 / 13.2, with two units and M = 8
+    # 4096x14336 20.7 / 13.6. By 4 / by 8, 4-bit, M = 1: 28672x8192 with two units 34.0 / 36.5, 14336x4096 with one
+    # 13.0 / 11.2.
     units, steps = units_steps(p.n, p.k)
-    tokens = next(t for t, _ in _ASYNC_SHAPES if p.m <= t)
-    wide = 2 if tokens == 16 or (tokens == 8 and units > 2 * target.sms) else 1
-    group = _ASYNC_SHAPES[tokens, wide]
+    weight = WEIGHTS[p.weight]
+    four = weight.bits == 4
+    shapes = _ASYNC_SHAPES[weight.bits]
+    tokens = next(t for t, _ in shapes if p.m <= t)
+    wide = 1 + (units > _ASYNC_TWO[tokens][four and steps >= 128] * target.sms)
+    group = shapes[tokens, wide]
     x_bytes = group * 160 if tokens == 1 else tokens * (group * 128 + 16)
-    warp_bytes = group * wide * WEIGHTS[p.weight].own_bytes + x_bytes
-    most = 12 if tokens == 16 else 16 if units <= target.sms or (tokens == 1 and steps >= 224) else 8
+    warp_bytes = group * wide * weight.own_bytes + x_bytes
+    few = units <= (2 if four and (tokens == 1 or wide == 2) else 1) * target.sms
+    if tokens == 16:
+        most = 12
+    elif four and wide == 2 and units > 4 * target.sms:
+        most = 4
+    else:
+        most = 16 if few or (tokens == 1 and steps >= 224) else 8
     most = min(most, target.smem_bytes // warp_bytes)
     groups = _ceil(steps, group)
     warps = _ceil(groups, _ceil(groups, most))  # all with as many groups, or one fewer
@@ -504,7 +534,6 @@ TILE_MAX_UNITS, TILE_MAX_STAGES = 8, 16
 # kernel -> tokens of a block -> blocks whose registers fit a multiprocessor; the same where scales multiply sums
 _TILES = {"bulk_mma": {8: 2, 16: 2, 32: 2, 64: 1}, "wgmma": {32: 2, 64: 2, 128: 1, 256: 1}}
 _SUMS_TILES = {"bulk_mma": {8: 2, 16: 2, 32: 1}, "wgmma": {32: 2, 64: 1, 128: 1}}
-_WARP_UNITS = {"bulk_mma": 2, "wgmma": 1}  # of a warp that multiplies
 _WAYS = {"bulk_mma": (8, 4, 2), "wgmma": (2, 1)}  # in which 8 warps may take turns at the stages, the most first
 _HELD = {"bulk_mma": 1, "wgmma": 3}  # stages that a way waits for before it gives the first of them back
 
@@ -514,6 +543,12 @@ def _tiles(name: str, weight: Weight, x_dtype: str) -> dict[int, int]:
     some = (_SUMS_TILES if x_dtype in weight.scales_sums else _TILES)[name]
     # Scales of blocks take the registers that bulk_mma.cu needs for the sums of 64 tokens.
     return {t: b for t, b in some.items() if t <= 32} if name == "bulk_mma" and weight.name != "fp8" else some
+
+
+def _warp_units(name: str, weight: Weight, tokens: int) -> int:
+    """Units of a warp that multiplies; 8 are all of a tile."""
+    # us of a chain on an H200, NVFP4, M = 8, by 2 / by 8: 14336x4096 13.9 / 13.4, 28672x8192 43.0 / 35.1.
+    return 1 if name == "wgmma" else 8 if weight.bits == 4 and tokens == 8 else 2
 
 
 def _tile_threads(p: Problem, tokens: int) -> int:
@@ -551,14 +586,16 @@ def tile_launch(
     wanted = tiles * _ceil(p.m, tokens) * split
     blocks = min(wanted, target.sms * fitting) if split == 1 else wanted
     stage = tokens * STEP * 2 + _ceil(most * WEIGHTS[p.weight].tile_bytes, 1024) * 1024
+    warp_units = _warp_units(name, WEIGHTS[p.weight], tokens)
     for ways in _WAYS[name]:
-        sums = tokens * _WARP_UNITS[name] * TILE_MAX_UNITS * UNIT * 4 if split * ways > 1 else 0
+        sums = tokens * warp_units * TILE_MAX_UNITS * UNIT * 4 if split * ways > 1 else 0
         own = blocks < wanted or (split > 1 and tokens <= 64 and large) or (split == 1 and p.batch_invariant)
         own_sums = sums if own else 0  # else they take the ring's place; where m must not matter, the ways must not
         room = target.smem_bytes // fitting - 1024 - own_sums  # the system's own share of a block
         stages = min(room // (stage + 16), TILE_MAX_STAGES) // ways * ways
-        enough = TILE_MAX_UNITS // ways * _WARP_UNITS[name] >= max(most, split)  # warps for the units and their sums
-        if enough and stages >= max(2, _HELD[name]) * ways:
+        enough = TILE_MAX_UNITS // ways * warp_units >= max(most, split)  # warps for the units and their sums
+        least = 1 if warp_units == TILE_MAX_UNITS else max(2, _HELD[name])  # stages of a way
+        if enough and stages >= least * ways:
             break
     else:
         raise AssertionError(f"{name}: no room for {tokens} tokens, {most} units, {split} blocks on {target}")
@@ -1137,7 +1174,7 @@ def _linear_rows(weight: Weight) -> list[Kernel]:
             "async_mma.cu",
             LINEAR_ARGS,
             (),
-            entries=_async_entries,
+            entries=partial(_async_entries, weight),
             serves=_async_serves,
             plan=_async_plan,
             dynamic_smem=True,

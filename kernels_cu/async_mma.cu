@@ -66,21 +66,22 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
         pitch[u] = tile(a, unit, 1) - tile(a, unit, 0);
         if (MOVES) from[u] += warp * GROUP * pitch[u];
     }
-    uint8_t *const ring = memory + warp * (GROUP * STEP_BYTES + Chunk<TOKENS>::BYTES) + lane * 16;
-    const Chunk<TOKENS> chunk{ring - lane * 16 + GROUP * STEP_BYTES};
-    const uint8_t *const ring_scales = ring + CODE_BYTES - lane * (16 - LANE_SCALES); // each lane has its own
+    const int first_byte = warp * (GROUP * STEP_BYTES + Chunk<TOKENS>::BYTES);
+    uint8_t *const ring = memory + hidden(first_byte + lane * 16);
+    const Chunk<TOKENS> chunk{memory + first_byte + GROUP * STEP_BYTES};
+    const int to_own_scales = hidden(CODE_BYTES - lane * (16 - LANE_SCALES)); // each lane has its own
+    const uint8_t *const ring_scales = ring + to_own_scales;
+    const int to_tile_scales = FP4 ? hidden(to_scales(lane)) : to_scales(lane); // of MXFP8 no register is left for it
     const auto load = [&](int i, int group) {
         const int step = group * GROUP + i;
-        if (step < a.steps)
+        if (i < a.steps - group * GROUP)
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 const uint32_t to = smem_address(ring) + i * STEP_BYTES + u * UNIT_BYTES;
                 const uint8_t *tile = MOVES ? from[u] : from[u] + step * pitch[u];
 #pragma unroll
                 for (int piece = 0; piece < PIECES; ++piece) cp_async_16(to + piece * 512, tile + piece * 512);
-                if constexpr (LANE_SCALES > 0)
-                    cp_async_few<LANE_SCALES>(smem_address(ring_scales) + i * STEP_BYTES + u * UNIT_BYTES,
-                                              tile + to_scales(lane));
+                if constexpr (LANE_SCALES > 0) cp_async_few<LANE_SCALES>(to + to_own_scales, tile + to_tile_scales);
             }
         cp_async_commit();
 #pragma unroll
@@ -131,7 +132,7 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
                 codes[u] = Codes(ring + i * STEP_BYTES + u * UNIT_BYTES, ring_scales + i * STEP_BYTES + u * UNIT_BYTES);
                 if (FORMAT == FP8_BLOCK) codes[u].block_scale = block[u][i / 2];
             }
-            if (group * GROUP + i < a.steps)
+            if (i < a.steps - group * GROUP)
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -189,7 +190,8 @@ template <class X, int TOKENS, int UNITS> __device__ __forceinline__ void async_
 
 #define ENTRY(name, X, TOKENS, UNITS)                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * (SCALES_SUMS<X> && TOKENS > 8 ? SUMS_WARPS : MAX_WARPS),         \
-                                                 TOKENS == 1 ? 2 : 1) name(const __grid_constant__ LinearArgs a) {     \
+                                                 TOKENS * UNITS == 1 ? 2 : 1)                                          \
+        name(const __grid_constant__ LinearArgs a) {                                                                   \
         async_mma<X, TOKENS, UNITS>(a);                                                                                \
     }
 
@@ -202,3 +204,7 @@ ENTRY(async_mma_float16_1_1, F16, 1, 1)
 ENTRY(async_mma_float16_8_1, F16, 8, 1)
 ENTRY(async_mma_float16_8_2, F16, 8, 2)
 ENTRY(async_mma_float16_16_2, F16, 16, 2)
+#if WEIGHT >= 3 // 4-bit codes
+ENTRY(async_mma_bfloat16_1_2, BF16, 1, 2)
+ENTRY(async_mma_float16_1_2, F16, 1, 2)
+#endif

@@ -74,6 +74,44 @@ template <class X_, int TOKENS_> struct MmaSync {
     }
 };
 
+#if WEIGHT >= 3 // 4-bit codes: a warp multiplies all units of a tile, for which it reads x once
+template <class X_> struct MmaSync<X_, 8> {
+    using X = X_;
+    static constexpr int TOKENS = 8, UNITS = 8;
+
+    static __device__ __forceinline__ void add(float (&sum)[UNITS][1][4], const Ring<TOKENS> &ring,
+                                               const int (&unit)[UNITS], const BlockScales &, Place &at, int step,
+                                               int steps, int ways) {
+        const int lane = threadIdx.x % 32, units = unit[UNITS - 1] + 1;
+        const uint32_t row = lane % 8 * 128 + ((lane / 8 ^ lane % 8) << 4);
+#pragma unroll 1
+        for (; step < steps; step += ways) {
+            mbarrier_wait(ring.full + at.slot, at.parity);
+            const uint32_t x = smem_address(ring.x(at.slot)) + row;
+            const uint4 b[2] = {ldmatrix_x4(x), ldmatrix_x4(x ^ 64)};
+            const uint8_t *from = ring.tile(at.slot, 0) + lane * 16, *from_scales = from + to_scales(lane);
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u)
+                if (u < units) {
+                    const Codes codes(from + u * TILE_BYTES, from_scales + u * TILE_BYTES);
+                    float part[4] = {};
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        auto &to = SCALES_SUMS<X> ? part : sum[u][0];
+                        const uint4 &k = b[j / 2];
+                        Mma<X>::m16n8k16(to, codes.template operand<X>(j), j % 2 ? k.z : k.x, j % 2 ? k.w : k.y);
+                        if constexpr (SCALES_SUMS<X>)
+                            if (j % 2) add_part(sum[u][0], part, codes.scale(0, j), codes.scale(1, j));
+                    }
+                }
+            __syncwarp(); // every lane has read the stage
+            if (lane == 0) mbarrier_arrive(ring.empty + at.slot);
+            at.advance(ring.stages, ways);
+        }
+    }
+};
+#endif
+
 TILE_ENTRY(bulk_mma_bfloat16_8, MmaSync, BF16, 8)
 TILE_ENTRY(bulk_mma_bfloat16_16, MmaSync, BF16, 16)
 TILE_ENTRY(bulk_mma_bfloat16_32, MmaSync, BF16, 32)

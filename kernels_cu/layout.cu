@@ -105,30 +105,39 @@ __device__ __forceinline__ uint32_t standard_scale(uint32_t kept) {
     return kept >= 25 ? kept - 17 : (8 + (kept - 1) % 8) >> (3 - (kept - 1) / 8);
 }
 
-constexpr int BLOCKS = LANE_SCALES / 2; // of a channel in a tile
+constexpr int WORDS = LANE_SCALES / 4; // of scales for each r
 
-// Calls visit(byte of the tile's scales, channel, block of k, whether there is such) for this thread's part of a tile.
+// Calls visit(byte of this thread's word before it is turned, channel, block of k, whether there is such).
 template <class Visit> __device__ __forceinline__ void for_each_scale(const LinearArgs &a, int unit, Visit visit) {
-    const int i = threadIdx.x, channel = unit * UNIT + i / BLOCKS % 2 * 8 + i / LANE_SCALES;
-    const int block = blockIdx.x * BLOCKS + i % BLOCKS;
-    visit(i, channel, block, i < UNIT * BLOCKS && channel < a.n && block * int64_t(STEP / BLOCKS) < a.k);
+#pragma unroll
+    for (int byte = 0; byte < 4; ++byte) {
+        const int channel = unit * UNIT + byte / 2 * 8 + threadIdx.x / WORDS;
+        const int block = (blockIdx.x * WORDS + threadIdx.x % WORDS) * 2 + byte % 2;
+        visit(byte, channel, block, channel < a.n && block * int64_t(STEP / 2 / WORDS) < a.k);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(64) pack_scales(const __grid_constant__ LinearArgs a) {
-    for_each_unit(a, [&](int unit, const uint8_t *tile) {
-        for_each_scale(a, unit, [&](int i, int channel, int block, bool real) {
-            const auto *from = static_cast<const uint8_t *>(a.x) + channel * a.x_stride + block;
-            if (i < UNIT * BLOCKS) in_y(a, tile)[CODE_BYTES + i] = real ? kept_scale(*from) : 0;
+    if (threadIdx.x < 8 * WORDS)
+        for_each_unit(a, [&](int unit, const uint8_t *tile) {
+            uint32_t word = 0;
+            for_each_scale(a, unit, [&](int byte, int channel, int block, bool real) {
+                const auto *from = static_cast<const uint8_t *>(a.x) + channel * a.x_stride + block;
+                if (real) word |= kept_scale(*from) << 8 * byte;
+            });
+            reinterpret_cast<uint32_t *>(in_y(a, tile) + CODE_BYTES)[threadIdx.x] = turn_left(word, SCALE_TURN);
         });
-    });
 }
 
 extern "C" __global__ void __launch_bounds__(64) unpack_scales(const __grid_constant__ LinearArgs a) {
-    for_each_unit(a, [&](int unit, const uint8_t *tile) {
-        for_each_scale(a, unit, [&](int i, int channel, int block, bool real) {
-            auto *to = static_cast<uint8_t *>(a.y) + channel * a.y_stride + block;
-            if (real) *to = standard_scale(tile[CODE_BYTES + i]);
+    if (threadIdx.x < 8 * WORDS)
+        for_each_unit(a, [&](int unit, const uint8_t *tile) {
+            const uint32_t word =
+                turn_right(reinterpret_cast<const uint32_t *>(tile + CODE_BYTES)[threadIdx.x], SCALE_TURN);
+            for_each_scale(a, unit, [&](int byte, int channel, int block, bool real) {
+                auto *to = static_cast<uint8_t *>(a.y) + channel * a.y_stride + block;
+                if (real) *to = standard_scale(word >> 8 * byte & 0xff);
+            });
         });
-    });
 }
 #endif

@@ -42,6 +42,12 @@ __device__ __forceinline__ uint32_t smem_address(const void *p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// The same number, which the compiler then keeps instead of computing it again and again.
+__device__ __forceinline__ uint32_t hidden(uint32_t v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
 __device__ __forceinline__ uint32_t word(const uint4 &v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }

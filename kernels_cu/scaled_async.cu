@@ -28,12 +28,6 @@ __device__ __forceinline__ uint4 ld_shared(uint32_t from) {
                  : "memory");
     return v;
 }
-// The same number, which the compiler then keeps instead of computing it again and again.
-__device__ __forceinline__ uint32_t hidden(uint32_t v) {
-    asm volatile("" : "+r"(v));
-    return v;
-}
-
 // A sum does not see the order of k. Lane l multiplies of its rows, l / 4 of eight, the 16 codes from 16 * (l % 4) on
 // of each half of a step. Words 2 * j and 2 * j + 1 of them are its part of product j of a half.
 // Memory decides: 4.5 TB/s give a multiprocessor of an H200 a KiB of b in 52 clocks. For it a warp has, as compiled

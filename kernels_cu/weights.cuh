@@ -5,7 +5,8 @@
 //   8-bit codes, 1 KiB: byte 4 * j + 2 * e + h of lane l at 16 * l, of the second channel 512 bytes on.
 //   4-bit codes, 512 bytes: word j of lane l at 16 * l has the eight of product j, pairs of e = 0, 1 in the order
 //   first channel, second, first with h = 1, second with h = 1, in the bits that `e2m1_pair` takes them from.
-//   Scales, 4 (MX) or 8 (NVFP4) bytes for each r = 0 .. 7: those of channel r by k, then those of channel r + 8.
+//   Scales, a word (MX) or two (NVFP4) for each r = 0 .. 7: two by k of channel r, then those of channel r + 8, and the
+//   word turned to the left by SCALE_TURN, so that one mask leaves a scale of each channel where its half needs it.
 // NVFP4 keeps the scale 2^E * 1.mmm as the byte (E + 9) * 8 + mmm + 1, 0 as ZERO_SCALE and -0 as one more. MX keeps e8m0
 // codes. 128 x 128 blocks have their scales, float32, in an array of their own: LinearArgs::scale.
 // Products are exact: a scale is folded into the values where their product is a number of x's dtype, else it multiplies
@@ -23,6 +24,7 @@ constexpr int UNIT = 16, STEP = 64;
 constexpr int PIECES = FP4 ? 1 : 2;                           // of 16 bytes that a lane has of a tile's codes
 constexpr int LANE_SCALES = FORMAT == NVFP4 ? 8 : MX ? 4 : 0; // bytes of scales that a lane needs of a tile
 constexpr int CODE_BYTES = PIECES * 512;
+constexpr int SCALE_TURN = MX ? 7 : 4; // bits
 static_assert(TILE_BYTES == CODE_BYTES + 8 * LANE_SCALES, "weights.cuh and kernels.WEIGHTS must agree");
 
 constexpr uint32_t ZERO_SCALE = 209; // what it means for bfloat16 and float16 times any value is 0 after rounding
@@ -40,10 +42,8 @@ __device__ __forceinline__ float e8m0_to_float(uint32_t code) {
     return __uint_as_float(max(code << 23, 1u << 22)); // 0 is 2^-127
 }
 
-// Byte `at` of a word, in both halves.
-__device__ __forceinline__ uint32_t both_halves(uint32_t bytes, int at) {
-    return __byte_perm(bytes, 0, 0x4040 + 0x0101 * at);
-}
+__device__ __forceinline__ uint32_t turn_left(uint32_t word, int bits) { return __funnelshift_l(word, word, bits); }
+__device__ __forceinline__ uint32_t turn_right(uint32_t word, int bits) { return __funnelshift_r(word, word, bits); }
 
 // Pair i of a word of e2m1 codes: the sign at bit 15 and the rest at bits 8 to 6 of each half, which is 2^-126 of the
 // value in bfloat16. The bits of pair 1 lie 6 to the right, those of pair 2 12 (around the word), of pair 3 2 or, one of
@@ -52,18 +52,28 @@ __device__ __forceinline__ uint32_t e2m1_pair(uint32_t word, int i) {
     constexpr uint32_t BITS = 0x81c081c0u;
     if (i == 0) return word & BITS;
     if (i == 1) return word << 6 & BITS;
-    if (i == 2) return __funnelshift_l(word, word, 12) & BITS;
+    if (i == 2) return turn_left(word, 12) & BITS;
     return (word << 2 & 0x80c080c0u) | (word >> 6 & 0x01000100u);
 }
 
 // The word that such pairs come from.
 __device__ __forceinline__ uint32_t e2m1_word(const uint32_t (&pairs)[4]) {
-    return pairs[0] | pairs[1] >> 6 | __funnelshift_r(pairs[2], pairs[2], 12) | (pairs[3] & 0x80c080c0u) >> 2 |
+    return pairs[0] | pairs[1] >> 6 | turn_right(pairs[2], 12) | (pairs[3] & 0x80c080c0u) >> 2 |
            (pairs[3] & 0x01000100u) << 6;
 }
 
 // Such a pair with the bits 8 to 6 at 11 to 9: 2^-14 of the value in float16.
 __device__ __forceinline__ uint32_t e2m1_pair_f16(uint32_t pair) { return (pair & 0x01c001c0u) * 7 + pair; }
+
+// A half of a word, in both halves: as an operand of a product of pairs it costs nothing.
+template <int HALF> __device__ __forceinline__ uint32_t both_halves(uint32_t word) {
+    uint32_t both;
+    if (HALF)
+        asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; mov.b32 %0, {hi, hi}; }" : "=r"(both) : "r"(word));
+    else
+        asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; mov.b32 %0, {lo, lo}; }" : "=r"(both) : "r"(word));
+    return both;
+}
 
 template <class X> __device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
     uint32_t product;
@@ -80,7 +90,7 @@ __device__ __forceinline__ int to_scales(int lane) { return CODE_BYTES - lane * 
 // What a lane needs of a tile.
 struct Codes {
     uint4 pieces[PIECES] = {};
-    uint32_t scales[2] = {};  // bytes: NVFP4 a word a channel, by k; MX two of the first channel, two of the second
+    uint32_t scales[2] = {};  // NVFP4 of products 0 and 1, then of 2 and 3; MX of all
     float block_scale = 0.0f; // of 128 x 128 blocks; kernels set it
 
     Codes() = default;
@@ -107,7 +117,8 @@ struct Codes {
     // A of product j along k; where scales multiply sums (SUMS), of the codes alone.
     template <class X, bool SUMS = SCALES_SUMS<X>> __device__ __forceinline__ uint4 operand(int j) const {
         if constexpr (FP4) {
-            const uint32_t eight = word(pieces[0], j), by[2] = {multiplier<X, SUMS>(0, j), multiplier<X, SUMS>(1, j)};
+            const uint32_t eight = word(pieces[0], j), two = multipliers<X, SUMS>(j);
+            const uint32_t by[2] = {both_halves<0>(two), both_halves<1>(two)};
             uint32_t pair[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -118,7 +129,7 @@ struct Codes {
         } else {
             const uint32_t lo = word(pieces[0], j), hi = word(pieces[1], j);
             if constexpr (FORMAT == MXFP8 && !SUMS) {
-                const uint32_t first = multiplier<X, SUMS>(0, j), second = multiplier<X, SUMS>(1, j);
+                const uint32_t two = multipliers<X, SUMS>(j), first = both_halves<0>(two), second = both_halves<1>(two);
                 return make_uint4(e4m3_to_bf16x2<0>(lo, first), e4m3_to_bf16x2<0>(hi, second),
                                   e4m3_to_bf16x2<1>(lo, first), e4m3_to_bf16x2<1>(hi, second));
             } else
@@ -143,9 +154,10 @@ struct Codes {
     // What sums of product j of a channel are to be multiplied with.
     __device__ __forceinline__ float scale(int channel, int j) const {
         if constexpr (FORMAT == FP8_BLOCK) return block_scale;
-        if constexpr (MX) return e8m0_to_float(scales[0] >> (16 * channel + j / 2 * 8) & 0xff);
-        if constexpr (FORMAT == NVFP4) {
-            const uint32_t byte = scales[channel] >> 8 * j & 0xff;
+        if constexpr (LANE_SCALES > 0) {
+            const int first_bit = 16 * channel + (MX ? j / 2 : j % 2) * 8 + SCALE_TURN;
+            const uint32_t byte = turn_right(scales[MX ? 0 : j / 2], first_bit) & 0xff;
+            if (MX) return e8m0_to_float(byte);
             return byte >= ZERO_SCALE ? 0.0f : __uint_as_float((byte + 943) << 20);
         }
         return 1.0f;
@@ -154,18 +166,18 @@ struct Codes {
     // 4-bit codes: products 2 and 3 become 0 and 1.
     __device__ __forceinline__ void turn() {
         pieces[0].x = pieces[0].z, pieces[0].y = pieces[0].w;
-        scales[0] >>= MX ? 8 : 16, scales[1] >>= 16;
+        scales[0] = MX ? turn_right(scales[0], 8) : scales[1];
     }
 
   private:
-    // What the pairs of a channel's codes are multiplied with: the scale, and what their bits are too small by, but for
-    // SUM_FACTOR.
-    template <class X, bool SUMS> __device__ __forceinline__ uint32_t multiplier(int channel, int j) const {
+    // What the pairs of both channels' codes are multiplied with, in the two halves: the scale, and what their bits are
+    // too small by, but for SUM_FACTOR.
+    template <class X, bool SUMS> __device__ __forceinline__ uint32_t multipliers(int j) const {
         if (FP4 && SUMS) return same<X, F16> ? 0x74007400u : 0x7e807e80u; // 2^14, 2^126
-        if (FORMAT == NVFP4)
-            return same<X, F16> ? both_halves(scales[channel], j) * 128 + 0x17801780u
-                                : both_halves(scales[channel], j) * 16 + 0x75f075f0u;
-        return both_halves(scales[0], 2 * channel + j / 2) * 128 + (FP4 ? 0x3f003f00u : 0x3c003c00u);
+        const uint32_t four = scales[MX ? 0 : j / 2], turned = (MX ? j / 2 : j % 2) ? turn_right(four, 8) : four;
+        if (MX) return (turned & 0x7f807f80u) + (FP4 ? 0x3f003f00u : 0x3c003c00u);
+        const uint32_t bits = turned & 0x0ff00ff0u;
+        return same<X, F16> ? bits * 8 + 0x17801780u : bits + 0x75f075f0u;
     }
 };
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -121,9 +122,14 @@ def test_a_lane_finds_its_scales(rng: np.random.Generator, weight: Weight) -> No
     scale = rng.integers(1, 0x7F, (16, weight.scales), np.uint8)
     packed = kernels.pack(np.zeros((16, 64), np.uint8), 1, weight, scale)
     kept = kernels.NVFP4_SCALES[scale] if weight.name == "nvfp4" else scale
-    for row in range(8):
-        mine = packed[weight.code_bytes + 2 * weight.scales * row :][: 2 * weight.scales]
-        np.testing.assert_array_equal(mine, np.concatenate([kept[row], kept[row + 8]]))
+    words = packed[weight.code_bytes : weight.tile_bytes].view(np.uint32).reshape(8, -1)
+    assert "SCALE_TURN = MX ? 7 : 4;" in WEIGHTS_CUH and "turn_right(four, 8)" in WEIGHTS_CUH
+    mask, place = (0x7F807F80, 7) if weight.folds else (0x0FF00FF0, 4)
+    assert f"turned & 0x{mask:08x}u" in WEIGHTS_CUH
+    for row, block in itertools.product(range(8), range(weight.scales)):
+        word = int(words[row, block // 2])
+        scales = ((word >> 8 | word << 24) if block % 2 else word) & mask
+        assert (scales >> place & 0xFF, scales >> place + 16) == (kept[row, block], kept[row + 8, block])
 
 
 # --- on the CPU: the arithmetic of weights.cuh, in NumPy ----------------------------------------------------
@@ -146,7 +152,7 @@ def test_pairs_are_those_of_the_source() -> None:
     for text in (
         "0x81c081c0u",
         "word << 6 &",
-        "(word, word, 12)",
+        "turn_left(word, 12)",
         "(word << 2 & 0x80c080c0u) | (word >> 6 & 0x01000100u)",
     ):
         assert text in WEIGHTS_CUH
@@ -171,7 +177,7 @@ def e2m1_bits(code: int) -> int:
 @pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
 def test_nvfp4_scales_fold_exactly(x_dtype: str) -> None:
     by, first, factor = {"bfloat16": (16, 0x75F0, 2.0**8), "float16": (128, 0x1780, 2.0**14)}[x_dtype]
-    assert f"* {by} + 0x{first:04x}{first:04x}u" in WEIGHTS_CUH
+    assert f"bits{' * 8' * (by == 128)} + 0x{first:04x}{first:04x}u" in WEIGHTS_CUH
     assert "same<X, F16> ? 16384.0f : 256.0f" in WEIGHTS_CUH
     assert len(set(kernels.NVFP4_SCALES.tolist())) == 256
     for scale, code in itertools.product((*range(0x7F), 0x80), range(16)):
@@ -240,7 +246,7 @@ def test_where_scales_begin_to_be_wide(kind: str, scale: int, wide: bool) -> Non
 
 # --- on the CPU: what serves which problem ------------------------------------------------------------------
 
-CHANNELS, LENGTHS = (1, 1000, 1856, 4096, 8448, 50_257), (8, 31, 144, 4096)
+CHANNELS, LENGTHS = (1, 1000, 1856, 4096, 8448, 50_257), (8, 31, 144, 8192)
 TOKENS = (1, 2, 8, 9, 16, 17, 33, 64, 65, 129, 300, 300_000)
 
 
@@ -281,12 +287,17 @@ def test_every_problem_has_a_row_and_every_entry_a_problem(arch: str, weight: We
             if row_of(row) in ("bulk_mma", "wgmma"):
                 assert launch.stages * (stage_bytes(p, launch) + 16) <= launch.smem_bytes, (p, launch)
                 assert not (p.wide and x_dtype == "bfloat16") and p.aligned16
+                _, _, ways, sums_at, _ = launch.fields
+                warp_units = kernels._warp_units(row_of(row), weight, launch.box)
+                assert launch.stages % ways == 0 and (warp_units < 8 or ways == 8), (p, launch)
+                if ways * launch.split > 1:
+                    assert sums_at + launch.box * 8 * warp_units * 64 <= launch.smem_bytes, (p, launch)
                 assert launch.block == (384 if launch.box * (1 + sums) > 128 else 320), (p, launch)
             if row_of(row) == "wgmma":
                 assert not (sums and weight.block), (p, launch)
             if row_of(row) == "async_mma":
                 tokens, units = (int(part) for part in launch.entry.rsplit("_", 2)[1:])
-                steps = kernels._ASYNC_SHAPES[tokens, units]
+                steps = kernels._ASYNC_SHAPES[weight.bits][tokens, units]
                 x_bytes = steps * 160 if tokens == 1 else tokens * (steps * 128 + 16)
                 own = steps * units * weight.own_bytes
                 assert launch.block // 32 * (own + x_bytes) <= launch.smem_bytes, (p, launch)
@@ -396,6 +407,26 @@ def test_small_problems(rng: np.random.Generator, poison: Callable[..., Any], ki
     assert_same_weight(layer.weight, q)
     for m in (1, 5, 16, 40, 130):
         x = floats(rng, (m, 200), x_dtype)
+        for name, y in by_every_row(layer, cupy.asarray(x), poison).items():
+            with named(f"m {m}, {name}"):
+                reference.assert_scaled_close(y, exact(x, values), x_dtype, acc_of(x_dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sms", (1, 4, 8))
+@pytest.mark.parametrize("x_dtype", ("bfloat16", "float16"))
+@kinds
+def test_launches_of_long_rows(
+    rng: np.random.Generator, poison: Callable[..., Any], kind: str, x_dtype: str, sms: int
+) -> None:
+    """As many units for each multiprocessor as larger weights have: blocks of one unit and of two, tile after tile."""
+    import cupy
+
+    q, values = drawn(rng, kind, 150, 8200)
+    layer = on_gpu(q)
+    layer._target = dataclasses.replace(layer._target, sms=sms)
+    for m in (1, 2, 8, 16):
+        x = floats(rng, (m, 8200), x_dtype)
         for name, y in by_every_row(layer, cupy.asarray(x), poison).items():
             with named(f"m {m}, {name}"):
                 reference.assert_scaled_close(y, exact(x, values), x_dtype, acc_of(x_dtype))

@@ -143,6 +143,8 @@ def test_every_output_has_a_block_and_no_block_is_idle(arch: str, x_dtype: str) 
 def test_async_mma_has_the_tables_numbers() -> None:
     text = (Path(__file__).parent.parent / "kernels_cu" / "async_mma.cu").read_text()
     assert f"MAX_WARPS = {MAX_ASYNC_WARPS};" in text and "GROUP = TOKENS > 8 ? 2 : 4;" in text
+    for shapes in kernels._ASYNC_SHAPES.values():
+        assert all(group == (2 if tokens > 8 else 4) for (tokens, _), group in shapes.items())
 
 
 def check_async_launch(target: Target, p: Problem, launch: Launch) -> None:
@@ -150,9 +152,8 @@ def check_async_launch(target: Target, p: Problem, launch: Launch) -> None:
     what = target, p, launch
     tokens, units = numbers_of(launch)
     warps, steps = launch.block // 32, kernels.units_steps(p.n, p.k)[1]
-    assert p.m <= tokens and (tokens, units) in kernels._ASYNC_SHAPES and launch.grid[1:] == (1, 1), what
-    group = kernels._ASYNC_SHAPES[tokens, units]
-    assert group == (2 if tokens > 8 else 4), what
+    assert p.m <= tokens and (tokens, units) in kernels._ASYNC_SHAPES[8] and launch.grid[1:] == (1, 1), what
+    group = kernels._ASYNC_SHAPES[8][tokens, units]
     assert 1 <= warps <= MAX_ASYNC_WARPS and launch.block == 32 * warps, what
     assert launch.block % (16 * units) == 0, what  # a thread stores one channel alone
     # for (group = warp; group < groups; group += warps): each warp has one, and none has two more than another.
@@ -390,7 +391,7 @@ def check_tile_launch(target: Target, p: Problem, launch: Launch) -> None:
     assert all(a < b for a, b in parts_of_k(steps, launch.split)), what
     # The ways take the stages in turn; eight warps are enough for a tile, and for parts of it that are a cluster's.
     name, ways = name_of(launch), args["ways"]
-    warp_units = kernels._WARP_UNITS[name]
+    warp_units = kernels._warp_units(name, kernels.WEIGHTS[p.weight], tokens)
     most, own = args["tile"] + (args["wider"] > 0), 8 // ways * warp_units // launch.split
     assert ways in kernels._WAYS[name] and 8 // ways * warp_units >= max(most, launch.split), what
     assert own in (1, 2, 4, 8) and own * launch.split == 8 // ways * warp_units, what
@@ -615,6 +616,7 @@ def test_no_ring_of_a_launch_stops_or_mixes_steps() -> None:
         for p in problems("bfloat16")
         if (row := pick(target, p)).args is kernels.TILE_ARGS and (launch := row.plan(target, p))
     }
+    rings |= {("plain", stages, 8) for stages in (8, 16)}  # of 4-bit codes and 8 tokens
     assert {kind for kind, _, _ in rings} == {"ahead", "plain", "wgmma", "tight"}
     for kind, stages, ways in sorted(rings):
         some = {1, 2, ways - 1, ways, ways + 1, 2 * ways + 1, stages - 1, stages, stages + 1, 2 * stages + ways + 1}
@@ -656,15 +658,15 @@ def test_the_model_of_a_ring_sees_a_stage_that_is_taken_too_early() -> None:
         Hasty(6, 2, 40, 1, "plain").run("first first")
 
 
-@pytest.mark.parametrize(("name", "ways", "split"), [
-    (name, ways, split)
-    for name, units in kernels._WARP_UNITS.items()
-    for ways, split in itertools.product(kernels._WAYS[name], (1, 2, 4, 8))
+@pytest.mark.parametrize(("warp_units", "ways", "split"), [
+    (units, ways, split)
+    for units, some in ((2, kernels._WAYS["bulk_mma"]), (1, kernels._WAYS["wgmma"]), (8, (8,)))
+    for ways, split in itertools.product(some, (1, 2, 4, 8))
     if split <= 8 // ways * units and split * ways > 1
 ])  # fmt: skip
-def test_sums_of_all_parts_meet(name: str, ways: int, split: int) -> None:
+def test_sums_of_all_parts_meet(warp_units: int, ways: int, split: int) -> None:
     """A model of the end of a tile: where each warp's sums go, and what each adds up, part after part of k."""
-    warp_units, token_tiles = kernels._WARP_UNITS[name], 4
+    token_tiles = 1 if warp_units == 8 else 4
     groups = 8 // ways
     own = groups * warp_units // split
     memory: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(split)]  # of each block: part, unit, tokens

@@ -557,7 +557,7 @@ ABLE: dict[str, Callable[[Problem], bool]] = {
     "cublas": lambda p: not p.captured,
 }
 LINEAR = tuple(row for row in KERNELS if row.linear and row.weight == "fp8")  # others: test_block_linear.py
-ASYNC = tuple(kernels._ASYNC_SHAPES)  # tokens, units of a block of async_mma.cu; the most tokens last
+ASYNC = tuple(kernels._ASYNC_SHAPES[8])  # tokens, units of a block of async_mma.cu; the most tokens last
 
 
 def can(row: Kernel, target: Target, p: Problem) -> bool:
@@ -1667,7 +1667,7 @@ class AsyncWay:
 
     def launch(self, target: Target, p: Problem) -> kernels.Launch:
         assert p.m <= self.tokens
-        group = kernels._ASYNC_SHAPES[self.tokens, self.units]
+        group = kernels._ASYNC_SHAPES[8][self.tokens, self.units]
         x_bytes = group * 160 if self.tokens == 1 else self.tokens * (group * 128 + 16)
         warp_bytes = group * self.units * 1024 + x_bytes
         warps = min(self.warps, target.smem_bytes // warp_bytes)
@@ -1691,7 +1691,7 @@ def test_async_ways_are_the_tables(m: int, n: int, k: int) -> None:
 
 def async_warps(k: int, tokens: int, units: int) -> list[int]:
     """One warp for all of k, as many as there are, and some in between."""
-    groups = -(-kernels.units_steps(1, k)[1] // kernels._ASYNC_SHAPES[tokens, units])
+    groups = -(-kernels.units_steps(1, k)[1] // kernels._ASYNC_SHAPES[8][tokens, units])
     return sorted({1, min(3, groups), min(7, groups), 16})
 
 
