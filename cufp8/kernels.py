@@ -729,24 +729,27 @@ FLAG_BYTES = 4096  # of the workspace of scaled_wgmma.cu, before the sums
 FEW_TAIL_BYTES = 8 * 1024 + 128 * 8 + 256 * 4  # y, scales and bias in scaled_few.cu
 # Entries of scaled_few.cu: tokens of a block, its channels at most -> blocks, of this launch and the next, whose
 # registers fit a multiprocessor, where steps are added in float32 and where sums stay in the tensor cores' registers.
+# us of a chain on an H200 where each is chosen, without and with sums in the tensor cores' registers, against the next
+# best of them. 256 tokens by 128 channels compiled as long as all of these, and was the best of them only where
+# scaled_wgmma.cu serves: 7168x16384, M = 512: 115 and 106; 14336x4096, M = 256: 30.0 and 27.2.
 _FEW = {
-    (32, 128): (2, 2),
-    (64, 64): (2, 2),
-    (64, 128): (2, 2),
-    (128, 64): (2, 2),
-    (128, 128): (1, 2),
-    (256, 64): (1, 2),
-    (256, 128): (1, 1),
+    (32, 128): (2, 2),  # M = 16: 4096x4096 7.1 (scaled_async.cu 7.8), 14336x4096 16.8
+    (64, 64): (2, 2),  # M = 64: 4096x4096 7.7 / 7.8 and 7.1 / 7.7, 4096x14336 18.2 / 18.2 and 17.6 / 17.8
+    (64, 128): (2, 2),  # M = 64: 14336x4096 17.4 / 18.3 and 16.9 / 18.1, 7168x16384 32.2 / 34.5 and 31.4 / 33.6
+    (128, 64): (2, 2),  # M = 256: 4096x4096 10.9 / 11.9 and 10.6 / 11.6
+    (128, 128): (1, 2),  # M = 128: 14336x4096 19.0 / 19.5 and 18.6 / 19.6, 28672x8192 68.3 / 69.7 and 65.1 / 69.2
+    (256, 64): (1, 2),  # M = 256: 4096x14336 27.0 / 29.9 and 27.1 / 30.5; 512: 47.7 / 48.6 and 44.6 / 44.9
 }
 
 # On an H200: ns of a step of a tile of scaled_wgmma.cu and of a tile's end, with sums in the tensor cores' registers
 # and without; of its begin; of giving sums to another cluster and of taking them.
 _SCALED_WGMMA_NS, _BEGIN_NS, _PARTS_NS, _PART_NS = {True: (780, 2000), False: (420, 800)}, 2000, 5000, 2000
-# Of scaled_few.cu, on an H200: ns of a step besides, of its products of 256 tokens and 128 channels, of a block's begin
-# and end, and of as many sums' way to y and to another block; bytes a ns that memory gives to all blocks, L2 to a
-# multiprocessor, and how often memory gives those of b that several groups of tokens read at the same time.
-_FEW_STEP_NS, _FEW_PRODUCT_NS, _FEW_END_NS, _STORE_NS, _SUMS_NS = 18, {True: 760, False: 1000}, 1600, 3600, 5600
-_MEMORY_RATE, _L2_RATE, _B_READS = 4000, 125, 1.7
+# Of scaled_few.cu, on an H200: ns of a step besides, of its products of 256 tokens and 128 channels, and of what a
+# warpgroup waits for its own and adds, while the other multiplies; of a block's begin and end, of as many sums' way to
+# y, and of a cluster's sums. Bytes a ns that memory gives to all blocks, and of b to each two multiprocessors:
+# 7168x16384, M = 64, takes 34.2 us by 112 blocks of 128 channels, 31.4 by 128 of 112; most have a neighbour in both.
+_FEW_STEP_NS, _FEW_PRODUCT_NS, _FEW_WAIT_NS, _FEW_END_NS, _STORE_NS, _CLUSTER_NS = 25, 750, 95, 1900, 6000, 800
+_MEMORY_RATE, _PAIR_RATE = 4550, 71
 
 
 # Tokens and units of a block of scaled_async.cu -> steps of k that a warp has on their way.
@@ -761,18 +764,19 @@ def _has_formats(formats: tuple[str, str], target: Target, p: ScaledProblem) -> 
 def _scaled_async_entries(arch: Arch) -> tuple[str, ...]:
     if arch.cc < (8, 0):  # no cp.async
         return ()
-    # On Hopper scaled_few.cu serves where two units would pay for 8 tokens.
-    shapes = [shape for shape in _SCALED_ASYNC_SHAPES if shape != (8, 2) or not arch.wgmma]
+    # On Hopper scaled_few.cu serves more tokens, and 8 where two units would pay.
+    shapes = [shape for shape in _SCALED_ASYNC_SHAPES if shape == (8, 1) or not arch.wgmma]
     return tuple(f"scaled_async_{tokens}_{units}" for tokens, units in shapes)
 
 
 def _scaled_async_serves(formats: tuple[str, str], target: Target, p: ScaledProblem) -> bool:
-    # us of a chain on an H200, against scaled_few.cu. M = 1: 4096x4096 5.6 / 8.1, 4096x14336 16.9 / 19.3, but
-    # 14336x4096 16.7 / 16.6, 7168x16384 33.0 / 32.0, 28672x8192 60.8 / 58.3. M = 16: 4096x4096 7.7 / 8.6, 4096x14336
-    # 18.7 / 18.7.
+    # us of a chain on an H200, against scaled_few.cu. M = 16: 4096x4096 7.8 / 7.1, 4096x14336 18.5 / 17.8, 14336x4096
+    # 25.1 / 16.8. M = 1, against a slower one: 4096x4096 5.6 / 8.1, 4096x14336 16.9 / 19.3, but 14336x4096 16.7 / 16.6,
+    # 7168x16384 33.0 / 32.0, 28672x8192 60.8 / 58.3.
     arch, most = arch_of(target.arch), max(tokens for tokens, _ in _SCALED_ASYNC_SHAPES)
     fits = arch.cc >= (8, 0) and p.aligned16 and p.m <= most and _has_formats(formats, target, p)
-    return fits and (_ceil(p.n, UNIT) <= 2 * target.sms or not _few_fits(formats, target, p))
+    pays = p.m <= 8 and _ceil(p.n, UNIT) <= 2 * target.sms
+    return fits and (pays or not _few_fits(formats, target, p))
 
 
 def scaled_async_launch(
@@ -872,18 +876,19 @@ def _few_choice(target: Target, p: ScaledProblem) -> tuple[float, tuple[int, int
                     continue
                 rounds, there = _ceil(clusters, room), min(clusters, room) * split
                 on_one = _ceil(there, target.sms)  # blocks on a multiprocessor
-                part = on_one * tokens * widest / (256 * 128)
-                reads = _B_READS if groups > 1 else 1
+                part = tokens * widest / (256 * 128)
+                on_two = _ceil(there, _ceil(target.sms, 2))
                 step = _FEW_STEP_NS + max(
-                    reads * tile * SCALED_STEP * there / min(groups, there) / _MEMORY_RATE,
-                    (tile + tokens) * SCALED_STEP * on_one / _L2_RATE,
-                    part * _FEW_PRODUCT_NS[fast],
+                    on_two * tile * SCALED_STEP / _PAIR_RATE,
+                    on_one * part * _FEW_PRODUCT_NS,
+                    0 if fast else part / 2 * _FEW_PRODUCT_NS + _FEW_WAIT_NS,
                 )
-                ns = rounds * (_ceil(steps, split) * step + _FEW_END_NS + part * _STORE_NS)
-                ns += part * _SUMS_NS * (1 - 1 / split)
+                ns = rounds * (_ceil(steps, split) * step + _FEW_END_NS + on_one * part * _STORE_NS)
+                ns += _CLUSTER_NS * (split > 1)
                 choices.append((max(ns, p.n * p.k / _MEMORY_RATE), shape, tile, split, per_sm))
-    # Of equals one block a multiprocessor, and the wider one.
-    return min(choices, key=lambda choice: (choice[0], choice[4], -choice[1][1], choice[2]))
+    # Of equals one block a multiprocessor, and the widest. us on an H200, M = 32, 64 / 128 channels: 4096x4096 7.8 /
+    # 7.1, 4096x14336 18.2 / 17.9.
+    return min(choices, key=lambda choice: (choice[0], choice[4], -choice[1][1], -choice[2]))
 
 
 def few_most_split(shape: tuple[int, int]) -> int:

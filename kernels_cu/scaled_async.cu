@@ -192,5 +192,5 @@ template <int TOKENS, int UNITS, int RING> __device__ __forceinline__ void scale
 ENTRY(8, 1, RING_8_1, 2)
 #if __CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1000 // on Hopper scaled_few.cu serves where two units would pay
 ENTRY(8, 2, RING_8_2, 1)
-#endif
 ENTRY(16, 2, RING_16_2, 1)
+#endif

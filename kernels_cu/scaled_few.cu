@@ -24,8 +24,7 @@ static_assert(sizeof(Tail) == FEW_TAIL_BYTES, "kernels.py has another size");
 template <int TOKENS, int CHANNELS> struct Shape {
     static constexpr bool DIVIDES_TOKENS = CHANNELS == 64;
     static constexpr int N = DIVIDES_TOKENS ? TOKENS / 2 : TOKENS, FRAGMENTS = N / 8; // of a warpgroup
-    static constexpr int WIDTH = FAST || N < 128 ? N : 128;                           // of a product
-    static constexpr bool GIVES_REGISTERS = N + (FAST ? 0 : WIDTH) > 128;             // two floats for each
+    static constexpr bool GIVES_REGISTERS = !FAST && N == 128; // whose threads have two floats for each
     static constexpr int THREADS = GIVES_REGISTERS ? 384 : 320, BLOCKS = GIVES_REGISTERS ? 1 : 2;
 };
 
@@ -81,7 +80,7 @@ __device__ __forceinline__ void store_piece(const ScaledArgs &args, int token, i
 
 template <int TOKENS, int CHANNELS> __device__ __forceinline__ void scaled_few(const ScaledArgs &args) {
     using Of = Shape<TOKENS, CHANNELS>;
-    constexpr int N = Of::N, FRAGMENTS = Of::FRAGMENTS, WIDTH = Of::WIDTH;
+    constexpr int N = Of::N, FRAGMENTS = Of::FRAGMENTS;
     extern __shared__ __align__(1024) uint8_t memory[];
 
     // Taken from lane 0: the compiler then knows that a whole warp goes one way.
@@ -147,26 +146,23 @@ template <int TOKENS, int CHANNELS> __device__ __forceinline__ void scaled_few(c
     const uint64_t b = wgmma_descriptor(smem_address(memory)) + (Of::DIVIDES_TOKENS ? 0 : group * 64 * 128 >> 4);
     const uint64_t a = wgmma_descriptor(smem_address(memory)) + (b_bytes + of_tokens * 128 >> 4);
     if constexpr (!FAST) {
-        float part[WIDTH / 8][4] = {};
+        float part[N / 8][4] = {};
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
             const uint64_t offset = __shfl_sync(0xffffffffu, at.slot * stage_bytes >> 4, 0);
             mbarrier_wait(full + at.slot, at.parity);
+            wgmma_fence();
 #pragma unroll
-            for (int from = 0; from < N; from += WIDTH) {
-                wgmma_fence();
+            for (int j = 0; j < K_STEP / 32; ++j)
+                Fp8Wgmma<B, A, N>::m64k32(part, b + offset + 2 * j, a + offset + 2 * j, j);
+            wgmma_commit();
+            wgmma_wait();
+            wgmma_written(part);
+            if (lane == 0) mbarrier_arrive(empty + at.slot); // this warp has read the stage
 #pragma unroll
-                for (int j = 0; j < K_STEP / 32; ++j)
-                    Fp8Wgmma<B, A, WIDTH>::m64k32(part, b + offset + 2 * j, a + offset + (from * 128 >> 4) + 2 * j, j);
-                wgmma_commit();
-                wgmma_wait();
-                wgmma_written(part);
-                if (from + WIDTH == N && lane == 0) mbarrier_arrive(empty + at.slot); // this warp has read the stage
+            for (int i = 0; i < FRAGMENTS; ++i)
 #pragma unroll
-                for (int i = 0; i < WIDTH / 8; ++i)
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) sum[from / 8 + i][r] += part[i][r];
-            }
+                for (int r = 0; r < 4; ++r) sum[i][r] += part[i][r];
             at.advance(args.stages);
         }
     } else { // a step's products run while those of the next are queued
@@ -232,4 +228,3 @@ ENTRY(64, 128)
 ENTRY(128, 64)
 ENTRY(128, 128)
 ENTRY(256, 64)
-ENTRY(256, 128)
