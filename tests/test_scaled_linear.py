@@ -666,14 +666,17 @@ def padded(q: cufp8.QuantizedTensor) -> cufp8.QuantizedTensor:
 
 def two_steps(layer: cufp8.Linear, x: Any) -> Any:
     """quantize_activations and scaled_mm of a CuPy x, one waited for before the other begins."""
+    import cupy
+
     flat = x.reshape(-1, layer.shape[1]) if x.ndim != 2 else x
     block = (1, -1) if layer.scheme == "FP8_DYNAMIC" else (-1, -1)
     q = padded(cufp8.quantize_activations(flat, block=block, scale=layer.input_scale))
     w = padded(layer.weight)
     synchronize()
-    y = cufp8.scaled_mm(
-        q, w, bias=layer.bias, out_dtype=layer.out_dtype or x.dtype.name, fast_accum=layer.fast_accum
-    )  # fmt: skip
+    out_dtype = layer.out_dtype or x.dtype.name
+    # Filled before: compute-sanitizer does not see what a store by a tensor map writes.
+    y = cupy.full((len(flat), layer.shape[0] * FLOATS[out_dtype].itemsize), 0xFF, "uint8").view(FLOATS[out_dtype])
+    cufp8.scaled_mm(q, w, bias=layer.bias, out_dtype=out_dtype, fast_accum=layer.fast_accum, out=y)
     return y.reshape(*x.shape[:-1], layer.shape[0])
 
 
