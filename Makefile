@@ -42,7 +42,7 @@ demo: $(call ready,demo)
 # With a GPU one process: tests of memory and of timing would see one another's work. Without, one process a core,
 # each with one thread: BLAS threads of several processes would spin against one another.
 test: $(call ready,test)
-	$(if $(CUDA),,OMP_NUM_THREADS=1) $(PY) -m pytest $(if $(CUDA),,-n auto) $(ARGS)
+	$(if $(CUDA),,OMP_NUM_THREADS=1) $(PY) -m pytest $(if $(CUDA),,-n auto --dist worksteal) $(ARGS)
 
 lint: $(call ready,lint)
 	$(PY) -m ruff check .
