@@ -252,6 +252,7 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
     more["scaled_mm"] = [
         _row("cufp8", 100.0, 1024, scheme="row-fast", **sized),
         _row("cublaslt-row-fast", 90.0, 1024, scheme="row-fast", **sized),
+        _row("torch-linear-bf16", 150.0, 1024, scheme="row-fast", **sized),
         _row("cufp8", 4.0, 1, scheme="row-fast", **sized),
         _row("cublaslt-row-fast", 9.0, 1, scheme="row-fast", **sized),
         _row("cublaslt-tensor-fast", 5.0, 1, scheme="tensor-fast", **sized),
@@ -269,9 +270,10 @@ def test_every_section_renders(folder: Path, data: dict[str, Any]) -> None:
     text = table.render(folder)
     for line in (
         "| `layer(x)` | 12.0 | 13.0 |",
-        "| 1024 x 1000 x 4000 |  |  | 82 | 0.90x |  |  |",
+        "| 1024 x 1000 x 4000 |  |  |  | 82 | 0.90x | 1.50x |  |  |  |",
+        "| geometric mean |  |  |  |  | 0.90x |  |  |  |  |",
         "| 1000 x 4000 | 4.00 (1.25x) |",  # of cuBLASLt's modes the fastest
-        "| 1000 x 4000 | 16 | 8.00 | 6.00 |  | 9.00 | 1.50x |",
+        "| 1000 x 4000 | 16 | 8.00 (1.12x) | 6.00 (1.50x) |  | 9.00 |",
         "| 1000 x 4000 | 16 |  |  |  |  | 5.00 (2.00x) | 4.00 (2.50x) |",
         "against float64 on x and w as quantised: at most 1.7e-03.",
         "| 1000 x 3996 | bfloat16 | 20.0 | 3.00 | 86 % |",
