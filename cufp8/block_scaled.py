@@ -190,7 +190,13 @@ def pack_fp4(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def unpack_fp4(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the second e2m1 code of each byte: the inverse of `pack_fp4`."""
+    """The first and the second e2m1 code of each byte: the inverse of `pack_fp4`.
+
+    Raises
+    ------
+    ValueError
+        If packed is not uint8.
+    """
     packed = np.asarray(packed)
     if packed.dtype != np.uint8:
         raise ValueError(f"unpack_fp4: packed is {packed.dtype}; needed is uint8.")
@@ -211,6 +217,11 @@ def to_128x4(scales: np.ndarray) -> np.ndarray:
     array
         uint8, ceil(rows / 128) * 128 * ceil(columns / 4) * 4 bytes: blocks of 128 rows and 4 columns, 512 bytes each.
 
+    Raises
+    ------
+    ValueError
+        If scales are not two-dimensional, or not one byte each.
+
     Source: cuBLAS documentation, 1D Block Scaling Factors Layout.
     """
     scales = np.asarray(scales)
@@ -223,7 +234,15 @@ def to_128x4(scales: np.ndarray) -> np.ndarray:
 
 
 def from_128x4(buffer: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """Scale codes uint8 [rows, columns] out of a buffer that `to_128x4` describes."""
+    """Scale codes uint8 [rows, columns] out of a buffer that `to_128x4` describes.
+
+    Raises
+    ------
+    ValueError
+        If rows or columns is not a whole number of at least 0, or the buffer not uint8 of the size that they need.
+    """
+    if not all(isinstance(count, int | np.integer) and count >= 0 for count in (rows, columns)):
+        raise ValueError(f"from_128x4: rows is {rows}, columns {columns}; needed are whole numbers, at least 0.")
     buffer = np.asarray(buffer)
     size = -(-rows // 128) * 128 * -(-columns // 4) * 4
     if buffer.shape != (size,) or buffer.dtype != np.uint8:

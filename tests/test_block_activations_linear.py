@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import reference
 from test_block_linear import can
-from test_block_scaled import DATA
+from test_block_scaled import DATA, SIZES, tokens_of
+from test_block_scaled import TOKENS as HOST_TOKENS
 from test_interop import gpu_maker, libraries
 from test_linear import (
     LAYOUTS,
@@ -93,6 +94,12 @@ def test_against_float64(rng: np.random.Generator, scheme: str, x_dtype: str) ->
                 x *= np.exp2(rng.integers(-6, 6, (m, 1))).astype(x.dtype)
                 with cases(m, n, k):
                     check_layer(layer, x)
+        for i, (n, k) in enumerate(SIZES):
+            layer, x = made(rng, scheme, n, k, bool(i % 2)), floats(rng, (HOST_TOKENS[-1], k), x_dtype)
+            ref, mag = exact(layer, x)
+            for m in tokens_of((n, k)):
+                with cases("m", m, "n", n, "k", k):
+                    reference.assert_scaled_close(layer(x[:m]), (ref[:m], mag[:m]), x_dtype, HOST_ACC)
 
 
 @x_dtypes
@@ -401,8 +408,7 @@ def test_what_the_two_kernels_are_given(
 
 # --- on the GPU -----------------------------------------------------------------------------------------------
 
-SIZES = ((1, 1), (8, 16), (72, 31), (96, 160), (1856, 144), (72, 2688), (40, 520))
-TOKENS = (*range(1, 18), 33, 64, 65, 128, 200, 256, 300)
+TOKENS = (*HOST_TOKENS, 128, 200, 256, 300)
 ROWS = (1, 16, 64, 300)
 
 

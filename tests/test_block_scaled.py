@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import reference
 import reference_blocks as blocks
 from reference_blocks import SCHEMES
+from test_linear import Cases
 from test_quantize import DTYPES, LAYOUTS, assert_tells, kind_of
 
 import cufp8
 
 NV, MX4, MX8 = SCHEMES
+E5M2 = "float8_e5m2"
 RULES = ("RCEIL", "FLOOR", "EVEN")
 CASES = [(NV, "RCEIL"), *((s, rule) for s in (MX4, MX8) for rule in RULES)]  # NVFP4 has no rule to choose
 cases = pytest.mark.parametrize(("scheme", "rule"), CASES)
@@ -23,6 +27,14 @@ schemes = pytest.mark.parametrize("scheme", SCHEMES)
 F32 = np.float32
 TOP = np.finfo(F32).max
 RAGGED = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 100)
+SIZES = ((1, 1), (8, 16), (72, 31), (96, 48), (96, 160), (1856, 144), (72, 2688), (40, 520))  # n and k of layers
+HOST_SIZES = (*SIZES, (5, 33), (129, 100), (70, 1000))
+TOKENS = (*range(1, 18), 33, 64, 65)
+
+
+def tokens_of(size: tuple[int, int]) -> tuple[int, ...]:
+    """A quarter of TOKENS for each size; four in a row have all."""
+    return TOKENS[HOST_SIZES.index(size) % 4 :: 4]
 
 
 def assert_same(got: Any, want: np.ndarray, what: str) -> None:
@@ -52,13 +64,13 @@ def check(w: Any, scheme: str, rule: str = "RCEIL") -> cufp8.QuantizedTensor:
 
 
 def assert_values(q: cufp8.QuantizedTensor, values: np.ndarray) -> None:
-    """The exact products, rounded once. Signs of zeros count."""
+    """The exact products, rounded once. Signs of zeros count, those of NaN do not."""
     for dtype in ("float32", "float64"):
         with np.errstate(over="ignore", under="ignore"):
             got, want = q.dequantize(dtype), values.astype(dtype)
         assert (got.dtype, got.shape) == (want.dtype, want.shape)
         np.testing.assert_array_equal(got, want)
-        np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
+        np.testing.assert_array_equal(np.signbit(got) & ~np.isnan(got), np.signbit(want) & ~np.isnan(want))
 
 
 # --- random data --------------------------------------------------------------------------------
@@ -312,6 +324,61 @@ def test_a_tensor_of_its_parts(rng: np.random.Generator, scheme: str, k: int) ->
         assert_values(many, values * rows[:, None])
 
 
+# Of elements and of scales: values of all codes, from the definitions alone; NaN is that of activations.
+VALUES = {"float4_e2m1fn": blocks.FP4_VALUES} | {name: e.values for name, e in reference.ELEMENTS.items()}
+SCALES = {"float8_e4m3fn": reference.VALUES, "float8_e8m0fnu": np.append(np.exp2(np.arange(-127.0, 128)), np.nan)}
+FACTORS = {"1": [1], "0.0037": [0.0037], "the least": [2.0**-149], "the largest": [TOP], "each row": None}
+PRODUCTS = [
+    (*SCHEMES[NV], factor, activations) for factor in FACTORS for activations in (False, True)
+] + [
+    *((*SCHEMES[scheme], None, activations) for scheme in (MX4, MX8) for activations in (False, True)),
+    (E5M2, SCHEMES[MX8][1], 32, None, True),  # which is of no scheme of weights
+]  # fmt: skip
+
+
+def allowed(dtype: str, scale_dtype: str, activations: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, one byte each, and scale codes that a tensor may have: a scale of -0, 0x80, is a zero."""
+    codes, scales = VALUES[dtype], SCALES[scale_dtype]
+    valid = activations | np.isfinite(codes), (scales >= 0) | (activations & np.isnan(scales))
+    return tuple(np.flatnonzero(v).astype(np.uint8) for v in valid)
+
+
+@pytest.mark.parametrize(("dtype", "scale_dtype", "size", "factor", "activations"), PRODUCTS)
+def test_every_code_times_every_scale(
+    rng: np.random.Generator, dtype: str, scale_dtype: str, size: int, factor: str | None, activations: bool
+) -> None:
+    """All at once, no two neighbouring blocks with one scale; and each scale alone, whose products float32 may hold."""
+    codes, scales = allowed(dtype, scale_dtype, activations)
+    four = dtype == "float4_e2m1fn"
+    codes = np.tile(codes, 3) if four else codes  # 48 values: of blocks of 32 one and a half
+    n, k, columns = len(scales), len(codes), -(-len(codes) // size)
+    g = None if factor is None else F32(FACTORS[factor] or rng.uniform(1e-3, 1, n))
+
+    def made(scale: np.ndarray, g: np.ndarray | None) -> tuple[cufp8.QuantizedTensor, np.ndarray]:
+        every = np.broadcast_to(codes, (len(scale), k))
+        values = VALUES[dtype][every] * np.repeat(SCALES[scale_dtype][scale], size, axis=1)[:, :k]
+        q = cufp8.QuantizedTensor(
+            blocks.pack(every) if four else every.copy(), scale, dtype=dtype, scale_dtype=scale_dtype,
+            shape=every.shape, block=(1, size), global_scale=g, activations=activations,
+        )  # fmt: skip
+        return q, values if g is None else values * g.astype(np.float64)[:, None]
+
+    with np.errstate(invalid="ignore"):  # an infinite code by a scale that is NaN
+        tensors = [made(scales[(np.arange(n)[:, None] + 97 * np.arange(columns)) % n], g)]
+        tensors += [made(np.full((1, columns), scale), None if g is None else g[:1]) for scale in scales]
+    for q, values in tensors:
+        assert_values(q, values)
+        np.testing.assert_array_equal(np.isinf(q.dequantize()), np.abs(values) >= 2.0**128 - 2.0**103)  # half a step on
+        if activations:
+            continue
+        with np.errstate(over="ignore", under="ignore"):
+            want = values.T.astype(F32)
+        # Of x in blocks too a one stays itself, but for NVFP4's, whose scales are no powers of two.
+        for scheme in [q.scheme] if q.scheme == NV else [q.scheme, q.scheme.removesuffix("A16")]:
+            layer = cufp8.Linear.from_quantized(q, scheme=scheme, device="cpu")
+            np.testing.assert_array_equal(layer(np.eye(k, dtype=F32)), want)
+
+
 @schemes
 @pytest.mark.parametrize("k", [100, 128])
 def test_shapes_that_are_refused(rng: np.random.Generator, scheme: str, k: int) -> None:
@@ -327,7 +394,8 @@ def test_shapes_that_are_refused(rng: np.random.Generator, scheme: str, k: int) 
         with pytest.raises(ValueError):
             tensor(q, scale=wrong)
     for wrong in (q.codes[:, :-1], q.codes[:5], q.codes[0]):
-        with pytest.raises(ValueError):
+        text = f"codes have shape {list(wrong.shape)}; needed is [6, {k if scheme == MX8 else k // 2}]"
+        with pytest.raises(ValueError, match=re.escape(text)):
             tensor(q, codes=wrong)
     with pytest.raises(TypeError):
         tensor(q, scale=q.scale.astype(F32))
@@ -378,11 +446,43 @@ def test_pack_fp4(rng: np.random.Generator) -> None:
         back = cufp8.unpack_fp4(cufp8.pack_fp4(low, high))
         assert_same(back[0], low, "low nibbles")
         assert_same(back[1], high, "high nibbles")
-    for wrong in (np.uint8([1, 16]), np.uint8([255, 0])):
-        with pytest.raises(ValueError):
+    for wrong, seen in ((np.uint8([1, 16]), "[1] is 16"), (np.uint8([255, 0]), "[0] is 255")):
+        with pytest.raises(ValueError, match=re.escape(f"low{seen}; an e2m1 code is 0 to 15")):
             cufp8.pack_fp4(wrong, np.uint8([1, 2]))
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=re.escape(f"high{seen}; an e2m1 code is 0 to 15")):
             cufp8.pack_fp4(np.uint8([1, 2]), wrong)
+
+
+BYTES, MATRIX, BUFFER = np.zeros(4, np.uint8), np.zeros((4, 2), np.uint8), np.zeros(512, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "text"),
+    [
+        ("pack_fp4", (BYTES, BYTES[:3]), "low is uint8 [4], high uint8 [3]; needed are two uint8 arrays of one shape"),
+        ("pack_fp4", (MATRIX, MATRIX.T), "low is uint8 [4, 2], high uint8 [2, 4]; needed are two uint8 arrays"),
+        ("pack_fp4", (MATRIX, BYTES), "low is uint8 [4, 2], high uint8 [4]; needed are two uint8 arrays"),
+        ("pack_fp4", (BYTES.view(np.int8), BYTES), "low is int8 [4], high uint8 [4]; needed are two uint8 arrays"),
+        ("pack_fp4", (BYTES, BYTES.astype(F32)), "low is uint8 [4], high float32 [4]; needed are two uint8 arrays"),
+        ("unpack_fp4", (BYTES.view(np.int8),), "packed is int8; needed is uint8"),
+        ("unpack_fp4", (BYTES.astype(F32),), "packed is float32; needed is uint8"),
+        ("to_128x4", (BYTES,), "scales are uint8 [4]; needed is one byte each, 2-D"),
+        ("to_128x4", (MATRIX[None],), "scales are uint8 [1, 4, 2]; needed is one byte each, 2-D"),
+        ("to_128x4", (MATRIX.astype(F32),), "scales are float32 [4, 2]; needed is one byte each, 2-D"),
+        ("to_128x4", (MATRIX.astype(np.uint16),), "scales are uint16 [4, 2]; needed is one byte each, 2-D"),
+        ("from_128x4", (BUFFER, 129, 4), "buffer is uint8 [512]; 129 x 4 scales need uint8 [1024]"),
+        ("from_128x4", (BUFFER, 128, 5), "buffer is uint8 [512]; 128 x 5 scales need uint8 [1024]"),
+        ("from_128x4", (BUFFER[:-1], 128, 4), "buffer is uint8 [511]; 128 x 4 scales need uint8 [512]"),
+        ("from_128x4", (BUFFER.reshape(128, 4), 128, 4), "buffer is uint8 [128, 4]; 128 x 4 scales need uint8 [512]"),
+        ("from_128x4", (BUFFER.view(np.int8), 128, 4), "buffer is int8 [512]; 128 x 4 scales need uint8 [512]"),
+        ("from_128x4", (BUFFER, -200, -5), "rows is -200, columns -5; needed are whole numbers, at least 0"),
+        ("from_128x4", (BUFFER, 128, 4.0), "rows is 128, columns 4.0; needed are whole numbers, at least 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_layouts_of_what_does_not_fit(call: str, arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{call}: {text}")):
+        getattr(cufp8, call)(*arguments)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (32, 5), (33, 3), (127, 8), (128, 4), (129, 9), (300, 13)], ids=str)
@@ -397,21 +497,34 @@ def test_128x4(rng: np.random.Generator, shape: tuple[int, int]) -> None:
     assert_same(got, want, "bytes")
     assert_same(cufp8.to_128x4(np.asfortranarray(scales)), want, "bytes")
     assert_same(cufp8.from_128x4(got, rows, columns), scales, "scales")
-    with pytest.raises(ValueError):
+    for kind in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu):
+        assert_same(cufp8.to_128x4(scales.view(kind)), want, "bytes")
+        assert_same(cufp8.to_128x4(np.asfortranarray(scales).view(kind)), want, "bytes")
+    assert_same(cufp8.to_128x4(scales.repeat(2, axis=1)[:, ::2]), want, "bytes")
+    with pytest.raises(ValueError, match=rf"need uint8 \[{want.size}\]"):
         cufp8.from_128x4(got[:-1], rows, columns)
 
 
 # --- the error report, and Linear -----------------------------------------------------------------
 @pytest.mark.parametrize(
     ("scheme", "rule", "about"),
-    [(NV, "RCEIL", 0.0951), (MX4, "RCEIL", 0.1184), (MX4, "FLOOR", 0.1140), (MX8, "RCEIL", 0.0266)],
+    [
+        (NV, "RCEIL", 0.0951),
+        *((MX4, "RCEIL", 0.1184), (MX4, "FLOOR", 0.1140), (MX4, "EVEN", 0.1121)),
+        *((MX8, "RCEIL", 0.0266), (MX8, "EVEN", 0.0279)),
+        *((E5M2, "RCEIL", 0.0528), (E5M2, "FLOOR", 0.0538), (E5M2, "EVEN", 0.0528)),
+    ],
 )
 def test_error_report(rng: np.random.Generator, scheme: str, rule: str, about: float) -> None:
     w = gaussian(rng, 512, 1024).astype(kind_of("bfloat16"))
     x = rng.standard_normal((9, 1024), F32)
-    q = cufp8.quantize(w, scheme, e8m0=rule)
-    report = cufp8.error_report(w, q, x)
-    exact, back = w.astype(np.float64), blocks.quantize(w, scheme, rule).values
+    if scheme == E5M2:  # of activations alone
+        kind = {"dtype": E5M2, "scale_dtype": SCHEMES[MX8][1]}
+        q = cufp8.quantize_activations(w, block=(1, 32), e8m0=rule, **kind)
+        back = blocks.quantize_activations(w, rule=rule, **kind).values
+    else:
+        q, back = cufp8.quantize(w, scheme, e8m0=rule), blocks.quantize(w, scheme, rule).values
+    report, exact = cufp8.error_report(w, q, x), w.astype(np.float64)
     assert report.rel_l2 == pytest.approx(np.linalg.norm(exact - back) / np.linalg.norm(exact), rel=1e-5)
     assert report.rel_l2 == pytest.approx(about, rel=0.03)
     assert report.underflow == pytest.approx(((exact != 0) & (back == 0)).sum() / (exact != 0).sum())
@@ -425,11 +538,11 @@ HOST_ACC = 2.0**-20  # of NumPy's float32 products
 
 @schemes
 @pytest.mark.parametrize("dtype", DTYPES[:3])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (129, 100), (70, 1000)], ids=str)
+@pytest.mark.parametrize("shape", HOST_SIZES, ids=str)
 def test_linear_on_the_cpu(rng: np.random.Generator, shape: tuple[int, int], dtype: str, scheme: str) -> None:
     n, k = shape
     w = gaussian(rng, n, k).astype(F32)
-    x, bias = rng.standard_normal((3, 2, k)).astype(kind_of(dtype)), rng.standard_normal(n).astype(F32)
+    x, bias = rng.standard_normal((TOKENS[-1], k)).astype(kind_of(dtype)), rng.standard_normal(n).astype(F32)
     for b in (None, bias):
         layer = cufp8.Linear(w, b, scheme=scheme, device="cpu")
         q = layer.weight
@@ -438,13 +551,14 @@ def test_linear_on_the_cpu(rng: np.random.Generator, shape: tuple[int, int], dty
         assert layer.nbytes == q.nbytes + (0 if b is None else 4 * n)
         assert scheme in repr(layer)
         wide, offset = q.dequantize("float64"), np.zeros(n) if b is None else b.astype(np.float64)
-        ref = x.astype(np.float64) @ wide.T + offset
-        bound = np.abs(x.astype(np.float64)) @ np.abs(wide).T + np.abs(offset)
-        out = reference.OUTPUTS[dtype]
-        for y in (layer(x), cufp8.Linear.from_quantized(q, b, device="cpu")(x)):
-            assert (y.dtype, y.shape) == (x.dtype, (3, 2, n))
-            error = np.abs(y.astype(np.float64) - ref)
-            assert (error <= out.u * np.abs(ref) + out.eta + HOST_ACC * bound).all()
+        exact = x.astype(np.float64) @ wide.T + offset, np.abs(x.astype(np.float64)) @ np.abs(wide).T + np.abs(offset)
+        with Cases() as cases:
+            for m in tokens_of(shape):
+                with cases("m", m):
+                    reference.assert_scaled_close(layer(x[:m]), tuple(e[:m] for e in exact), dtype, HOST_ACC)
+        y = cufp8.Linear.from_quantized(q, b, device="cpu")(x[:6].reshape(3, 2, k))
+        assert y.shape == (3, 2, n)
+        reference.assert_scaled_close(y.reshape(6, n), tuple(e[:6] for e in exact), dtype, HOST_ACC)
 
 
 # 128 x 128 blocks, which only checkpoints have
