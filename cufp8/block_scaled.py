@@ -2,8 +2,8 @@
 
 kernels_cu/quantize_blocks.cu makes the same bits on a GPU.
 
-Sources: OCP Microscaling Formats (MX) Specification 1.0, section 6.3, for the shared exponent; the rules for it that
-round up are those of cuBLAS (RCEIL) and of torchao (EVEN).
+Sources: OCP Microscaling Formats (MX) Specification 1.0, sections 5.2 to 5.4 for the formats, 6.3 for the shared
+exponent; the rules for it that round up are those of cuBLAS (RCEIL) and of torchao (EVEN).
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def exponent_codes(amax: np.ndarray, element: Format, rule: str) -> np.ndarray:
 
     RCEIL: the least power of two with which amax * (1 / max) is at most 1, as `cvt.rp.satfinite.ue8m0x2.f32` finds it.
     FLOOR: 2^(floor(log2(amax)) - emax). EVEN: FLOOR of amax rounded to the element's mantissa.
+
+    Source: OCP MX 1.0, section 5.4, for e8m0, and section 6.3 for FLOOR; PTX ISA, cvt, for RCEIL; torchao for EVEN.
     """
     if rule == "RCEIL":
         bits = (amax * np.float32(1 / element.max)).view(np.uint32)
@@ -84,7 +86,13 @@ def exponent_codes(amax: np.ndarray, element: Format, rule: str) -> np.ndarray:
 
 
 def factors_of(amax: np.ndarray) -> np.ndarray:
-    """NVFP4's global scales of values up to amax (float32): max(amax / 2688, 2^-126), 1 where amax is 0."""
+    """NVFP4's global scales of values up to amax (float32): max(amax / 2688, 2^-126), 1 where amax is 0.
+
+    2688 = 6 * 448, the largest e2m1 and the largest e4m3fn: the largest block gets the largest scale.
+
+    Source: NVIDIA, Pretraining Large Language Models with NVFP4, 2025 (arXiv 2509.25149), for the two levels of scales;
+    NVIDIA ModelOpt, `weight_scale_2` of NVFP4, for the factor that multiplies.
+    """
     least = np.maximum(amax / np.float32(_E4M3.max * _E2M1.max), np.float32(SCALE_MIN))
     return np.where(amax == 0, np.float32(1), least)
 
@@ -175,6 +183,9 @@ def pack_fp4(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     ------
     ValueError
         If the shapes differ, or a value needs more than four bits.
+
+    Source: OCP MX 1.0, section 5.3, for e2m1; the order in a byte, which it leaves open, is that of ModelOpt and
+    compressed-tensors.
     """
     low, high = np.asarray(low), np.asarray(high)
     if low.shape != high.shape or low.dtype != np.uint8 or high.dtype != np.uint8:
@@ -190,7 +201,7 @@ def pack_fp4(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def unpack_fp4(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the second e2m1 code of each byte: the inverse of `pack_fp4`.
+    """The first and the second e2m1 code of each byte: the inverse of `pack_fp4`, whose sources it shares.
 
     Raises
     ------

@@ -1,4 +1,8 @@
-"""Number formats and schemes as rows of data; everything else about them is derived."""
+"""Number formats and schemes as rows of data; everything else about them is derived.
+
+Sources: OCP 8-bit Floating Point Specification 1.0, section 5, for e4m3fn and e5m2; OCP Microscaling Formats (MX)
+Specification 1.0, section 5.2 for MXFP8 and MXFP4, section 5.3 for e2m1, section 5.4 for e8m0.
+"""
 
 from __future__ import annotations
 

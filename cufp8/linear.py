@@ -71,7 +71,8 @@ class Linear:
     runtime.DeviceError
         If a GPU is named that cannot be used.
 
-    Source: compressed-tensors for the names of schemes and what they quantise.
+    Source: compressed-tensors for the names of schemes and what they quantise; OCP 8-bit Floating Point Specification
+    1.0, section 5, for e4m3fn; OCP MX 1.0, sections 5.2 to 5.4, for MX formats; `block_scaled.factors_of` for NVFP4.
     """
 
     input_scale: float | None = None

@@ -56,6 +56,9 @@ class QuantizedTensor:
     ValueError
         If no scheme has these dtypes and block, shapes do not fit together, a code is NaN or Inf, or a scale is NaN,
         not finite, negative, or (float32) zero.
+
+    Source: OCP 8-bit Floating Point Specification 1.0, section 5, for FP8 codes; OCP MX 1.0, section 5.2 for blocks of
+    32, 5.3 for e2m1 codes, 5.4 for e8m0 scales.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Every row of KERNELS compiled for every arch of ARCHS, without a GPU, and what came out."""
+"""The rows of KERNELS compiled for the archs of ARCHS, without a GPU, and what came out."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ SMEM_BYTES = {  # that a block may have with opting in
     "sm_75": 64 * KIB,
 }
 FAST_MATH = (".ftz", "div.approx", "div.full", "rcp.approx", "sqrt.approx", "tf32")
+FP8_CONVERSIONS = ("e4m3x2", "e5m2x2")  # from sm_89 on, of two numbers at once
+NATIVE_BLOCKS = ("e2m1x2", "ue8m0x2", "kind::mxf", "tcgen05")  # from sm_100a on: no kernel uses them yet
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -303,9 +305,18 @@ def check_activations(row: str, arch: str, name: str, ptx: str) -> None:
     assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx, name
 
 
+def check_conversions(arch: str, name: str, ptx: str, *formats: str) -> None:
+    """From sm_89 on the hardware converts to or from these formats and no other; below it integer code does."""
+    found = {word for word in FP8_CONVERSIONS if word in ptx}
+    assert found == {f"{of}x2" for of in formats if ARCHS[arch].fp8}, f"{name}: {found}"
+
+
 def check_blocks(arch: str, name: str, ptx: str) -> None:
     """Of quantize_blocks.cu: what may start early touches nothing before the wait."""
     assert "ld.global.nc" not in ptx, name
+    entries = {"e4m3": "nvfp4|e4m3fn|_any$|^dequantize", "e5m2": "e5m2|_any$"}  # nvfp4: its scales; from e5m2: a shift
+    converted = [of for of, names in entries.items() if re.search(names, name) and not name.startswith("amax")]
+    check_conversions(arch, name, ptx, *converted)
     tells = name.startswith(("quantize", "amax")) and "nvfp4" not in name  # of values that are not finite
     assert bool(re.search(r"\b(atom|red)\.", ptx)) == tells, name
     if not ARCHS[arch].pdl or not name.startswith(("quantize", "values")):
@@ -359,8 +370,10 @@ def check_registers(name: str, entry: Entry) -> None:
 def check_instructions(row: Kernel, arch: str, name: str, ptx: str) -> None:
     """A linear kernel converts, multiplies and reads in the way that its arch asks for."""
     kind, weight = row.source.removesuffix(".cu"), WEIGHTS[row.weight]
-    if "_float16_" in name:  # bfloat16 takes whichever way is measured to be faster
-        assert ("e4m3x2" in ptx) == (ARCHS[arch].cc >= (8, 9) and weight.bits == 8), name
+    if weight.bits == 4:  # integer code converts, the scales of nvfp4 too
+        check_conversions(arch, name, ptx)
+    elif "_bfloat16_" not in name or kind == "gemv":  # else bfloat16 takes whichever way is measured to be faster
+        check_conversions(arch, name, ptx, "e4m3")
     assert ("mma.sync" in ptx) == (kind in ("mma_sync", "async_mma", "bulk_mma")), name
     assert ("wgmma.mma_async" in ptx) == (kind == "wgmma"), name
     assert ("cp.async.bulk.tensor" in ptx) == (row.args is TILE_ARGS), name
@@ -412,6 +425,7 @@ def check_scaled(row: Kernel, arch: str, name: str, ptx: str) -> None:
 def check_scaled_blocks(arch: str, name: str, ptx: str) -> None:
     """All that scaled_blocks.cu reads may be written by the kernel before: nothing is touched before the wait."""
     assert "mma.sync" in ptx and "ld.global.nc" not in ptx and not re.search(r"\b(atom|red)\.", ptx), name
+    check_conversions(arch, name, ptx, "e4m3")  # codes and scales; from e5m2 it is a shift
     if not ARCHS[arch].pdl:
         assert "griddepcontrol" not in ptx, name
         return
@@ -427,15 +441,44 @@ SPILLS = {
 }
 
 
+# Archs for which most rows have the code of another: there a row is compiled if it has code of its own, or FP8 weights;
+# and of each block format a cheap one.
+NEIGHBOURS = {"sm_86": "sm_80", "sm_103a": "sm_100a", "sm_121a": "sm_120a"}
+
+
+def decided(text: str, arch: str) -> list[bool]:
+    """Which of a source's conditions on the arch hold for this one."""
+    compared = r"__CUDA_ARCH__ [<>=]=? \d+"
+    found = [c[0] for c in re.finditer(rf"{compared}(?: (?:&&|\|\|) {compared})*", text)]
+    assert sum(c.count("__CUDA_ARCH__") for c in found) == text.count("__CUDA_ARCH__"), "a condition of another form"
+    major, minor = ARCHS[arch].cc
+    names = {"__CUDA_ARCH__": 100 * major + 10 * minor}
+    return [eval(c.replace("&&", "and").replace("||", "or"), names) for c in found]
+
+
+def is_compiled(row: Kernel, arch: str) -> bool:
+    """Whether the tests compile that row for that arch, if it serves it."""
+    if arch not in NEIGHBOURS or row.weight == "fp8" or row.source == "gemv.cu":
+        return True
+    text = b"".join(runtime.sources(row.source).values()).decode()
+    return decided(text, arch) != decided(text, NEIGHBOURS[arch])
+
+
+def test_code_of_one_arch_alone_is_seen() -> None:
+    text = "#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900\n#elif __CUDA_ARCH__ >= 1030 && SOME\n"
+    assert [decided(text, arch) for arch in ("sm_80", "sm_86", "sm_100a", "sm_103a")] == [
+        [True, False],
+        [False, False],
+        [False, False],
+        [False, True],
+    ]
+    own = {(row.source, arch) for row in KERNELS for arch in NEIGHBOURS if not row.weight and is_compiled(row, arch)}
+    assert own == {(f"{name}.cu", "sm_86") for name in ("quantize", "activations", "rms_norm", "silu_mul")}
+
+
 @pytest.mark.parametrize(
     ("row", "arch"),
-    [
-        (row.name, arch)
-        for arch in ARCHS
-        for row in KERNELS
-        # The code of sm_86, sm_103a and sm_121a is that of the arch before them: for FP8 weights that is tried too.
-        if row.entries(ARCHS[arch]) and (row.weight in (None, "fp8") or arch not in ("sm_86", "sm_103a", "sm_121a"))
-    ],
+    [(row.name, arch) for arch in ARCHS for row in KERNELS if row.entries(ARCHS[arch]) and is_compiled(row, arch)],
 )
 def test_row_compiles_clean(row: str, arch: str, nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
     if not supported(nvrtc, arch):
@@ -445,7 +488,7 @@ def test_row_compiles_clean(row: str, arch: str, nvrtc, monkeypatch: pytest.Monk
     assert "warning" not in compiled.log, compiled.log
     assert compiled.cubin[:4] == b"\x7fELF"
     assert re.search(r"^\.target (\w+)", ptx, re.M).group(1) == arch
-    for word in FAST_MATH:
+    for word in FAST_MATH + NATIVE_BLOCKS + (() if ARCHS[arch].fp8 else FP8_CONVERSIONS):
         assert word not in ptx, f"{word} in the PTX: {re.findall(f'.*{re.escape(word)}.*', ptx)[:3]}"
 
     found = entries_of(compiled.log, ptx)
