@@ -1085,6 +1085,7 @@ BLOCK_FORMATS = {
     ("float8_e4m3fn", "float8_e8m0fnu"): "mxfp8_e4m3fn",
     ("float8_e5m2", "float8_e8m0fnu"): "mxfp8_e5m2",
 }
+BLOCK_NUMBERS = {name: i for i, name in enumerate(BLOCK_FORMATS.values())}  # in blocks.cuh
 BLOCK_THREADS, BLOCK_ROW_THREADS = 256, 512  # of a block, at most; of one that has a row for itself
 # Units of 16 values that a thread has at once, by the bytes of a value; of values_* few, while rows are few.
 BLOCK_KEPT = {2: 4, 4: 2}

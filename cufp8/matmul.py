@@ -10,7 +10,7 @@ import numpy as np
 
 from cufp8 import interop, kernels, runtime
 from cufp8.formats import FLOATS
-from cufp8.kernels import BLOCK_FORMATS, SCALED_FORMATS, BlockProblem, Launch, ScaledProblem, pick
+from cufp8.kernels import BLOCK_FORMATS, BLOCK_NUMBERS, SCALED_FORMATS, BlockProblem, Launch, ScaledProblem, pick
 from cufp8.quantize import QuantizedTensor
 
 _OUT = {name: i for i, name in enumerate(FLOATS)}  # ScaledOut in kernels_cu/scaled.cuh
@@ -104,7 +104,7 @@ def scaled_mm(
     bias_ptr = 0 if bias is None else bias.data.ptr
     if m == 0:
         return y
-    if _in_blocks(a):
+    if a._scaled_in_blocks:
         _queue_blocks(stream, device, (m, n, k), out_dtype, a, b, bias_ptr, (y_ptr, y_stride))
         return y
     (a_codes, a_stride), (b_codes, b_stride) = _rows(codes, stream), _rows(b.codes, stream)
@@ -195,11 +195,6 @@ def _launcher(device: int, *fields: Any) -> tuple[runtime.Launcher, Launch]:
     return runtime.Launcher(row, launch, device, pdl=kernels.arch_of(target.arch).pdl), launch
 
 
-def _in_blocks(q: QuantizedTensor) -> bool:
-    """Whether it has a format of BLOCK_FORMATS: scales for blocks of a row."""
-    return (q.dtype, q.scale_dtype) in BLOCK_FORMATS and q.block[0] == 1
-
-
 def _queue_blocks(
     stream: int,
     device: int,
@@ -216,8 +211,7 @@ def _queue_blocks(
     for q, form in zip((a, b), forms, strict=True):
         (codes, stride), (scale, scale_stride), g = _rows(q.codes, stream), _rows(q.scale, stream), q.global_scale
         factor, step = (0, 0) if g is None else (g.data.ptr, 0 if len(g) == 1 else g.strides[0] // 4)
-        number = list(BLOCK_FORMATS.values()).index(form)
-        fields += codes.data.ptr, scale.data.ptr, factor, stride, scale_stride, number, step
+        fields += codes.data.ptr, scale.data.ptr, factor, stride, scale_stride, BLOCK_NUMBERS[form], step
         held += codes, scale
     _block_launcher(device, *forms, out_dtype, *shape)(stream, *fields, bias, *y, *shape, _OUT[out_dtype])
 
@@ -251,7 +245,7 @@ def _check_operands(a: Any, b: Any, out_dtype: str) -> None:
                 f"scaled_mm: {name} is a {type(q).__name__}; needed is a QuantizedTensor, for codes alone do not tell "
                 "e4m3fn from e5m2: QuantizedTensor(codes, scale, dtype='float8_e4m3fn', ...) takes them without a copy."
             )
-    by_blocks = _in_blocks(a), _in_blocks(b)
+    by_blocks = a._scaled_in_blocks, b._scaled_in_blocks
     if by_blocks[0] != by_blocks[1]:
         came = (f"{name} is {q.dtype} with {q.scale_dtype} scales, block {q.block}" for name, q in (("a", a), ("b", b)))
         raise ValueError(

@@ -232,7 +232,7 @@ class QuantizedTensor:
         if not interop.on_host(self.codes):
             if self.scheme in SCHEMES and _by_channel(SCHEMES[self.scheme]) and self._scaled_by_row:
                 return _dequantize_gpu(self, dtype)
-            if (self.dtype, self.scale_dtype) in kernels.BLOCK_FORMATS and self.block[0] == 1:
+            if self._scaled_in_blocks:
                 return _dequantize_blocks_gpu(self, dtype)
             import cupy
 
@@ -249,6 +249,11 @@ class QuantizedTensor:
         """Some rows and columns, on the host: float32 for one scale a row, else float64, exact."""
         factor = self.row_scale(r)[:, None]
         return self.widened(r, c) * (factor if self._scaled_by_row else factor.astype(np.float64))
+
+    @property
+    def _scaled_in_blocks(self) -> bool:
+        """Whether it has a format of `kernels.BLOCK_FORMATS`: scales for blocks of a row."""
+        return (self.dtype, self.scale_dtype) in kernels.BLOCK_FORMATS and self.block[0] == 1
 
     @property
     def _scaled_by_row(self) -> bool:
@@ -604,7 +609,7 @@ def queue_blocks(
     _block_launcher(entry, m, k, device, pdl)(
         *(stream, rows.x, rows.codes, rows.scale, factor, given, status),
         *(rows.x_stride, rows.x_step, rows.codes_stride, rows.scale_stride, k),
-        *(m, list(kernels.BLOCK_FORMATS.values()).index(name), E8M0_RULES.index(rule), mode, value),
+        *(m, kernels.BLOCK_NUMBERS[name], E8M0_RULES.index(rule), mode, value),
     )
 
 
@@ -629,9 +634,8 @@ def values_queue(
     name = kernels.BLOCK_FORMATS[row.dtype, row.scale_dtype]
     whole = aligned and k % row.block[1] == 0 and k <= kernels.block_most(x_dtype, True)
     launcher = _block_launcher(f"values_{x_dtype}_{name if whole else 'any'}", m, k, device, pdl)
-    form = list(kernels.BLOCK_FORMATS.values()).index(name)
     mode = FACTOR_BY_ROW if factor is None else FACTOR_GIVEN
-    last = m, form, 0, mode, 0.0 if factor is None else factor
+    last = m, kernels.BLOCK_NUMBERS[name], 0, mode, 0.0 if factor is None else factor
 
     def queue(stream: int, x: int, x_stride: int, values: int, factors: int) -> None:
         launcher(stream, x, values, 0, factors, 0, 0, x_stride, 1, pitch, 0, k, *last)
@@ -683,7 +687,7 @@ def _dequantize_blocks_gpu(q: QuantizedTensor, dtype: str) -> Any:
         if m == 0:
             return out
         mode = NO_FACTOR if factor is None else FACTOR_BY_ROW if factor.size > 1 else FACTOR_GIVEN
-        name = list(kernels.BLOCK_FORMATS).index((q.dtype, q.scale_dtype))
+        name = kernels.BLOCK_NUMBERS[kernels.BLOCK_FORMATS[q.dtype, q.scale_dtype]]
         _block_launcher(f"dequantize_{dtype}", m, k, device, False)(
             *(cupy.cuda.get_current_stream().ptr, out.data.ptr, codes.data.ptr, scale.data.ptr),
             *(0 if factor is None else factor.data.ptr, 0, 0),

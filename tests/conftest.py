@@ -64,6 +64,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         fail_if_skipped(report)
 
 
+def skip_for_other_arch(kernel: str) -> None:
+    """Leave a test out whose kernel this GPU does not have, which is a reason where a GPU is required too."""
+    pytest.skip(f"{OTHER_ARCH}{kernel}")
+
+
 def fail_if_skipped(report: pytest.TestReport) -> None:
     """Where a GPU is required, only kernels of other architectures may be left out: not a torch without CUDA, say."""
     why = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else None

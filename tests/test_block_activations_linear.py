@@ -17,34 +17,31 @@ import checkpoint_files as files
 import numpy as np
 import pytest
 import reference
-from test_block_linear import can
+import test_block_linear
 from test_block_scaled import DATA, SIZES, tokens_of
 from test_block_scaled import TOKENS as HOST_TOKENS
 from test_interop import gpu_maker, libraries
 from test_linear import (
-    LAYOUTS,
     Cases,
     assert_same_bits,
     capture,
     check_chain,
     check_late_x,
-    choosing,
     floats,
     in_threads,
     into_a_wider,
-    laid_out,
     named,
     spoil,
     synchronize,
 )
 from test_quantize_blocks import cast
-from test_scaled_linear import HOST_ACC, Library, Placed, at
+from test_scaled_linear import HOST_ACC, Library, Placed, at, check_strides
 
 import cufp8
 from cufp8 import kernels, linear, runtime
 from cufp8.checkpoint import CheckpointError, check
 from cufp8.formats import FLOATS, FORMATS, SCHEMES
-from cufp8.kernels import ARCHS, KERNELS, Target
+from cufp8.kernels import ARCHS, Target
 from cufp8.quantize import FACTOR_GIVEN, _block_launcher, values_queue
 
 # How x is quantised.
@@ -159,12 +156,16 @@ def test_what_is_not_finite_poisons_its_own_row(rng: np.random.Generator, scheme
     check_layer(layer, x)
 
 
-@schemes
-def test_rows_of_zeros_and_of_every_size(rng: np.random.Generator, scheme: str) -> None:
-    layer, x = made(rng, scheme, 5, 64), floats(rng, (8, 64))
+def check_rows_of_zeros_and_of_every_size(layer: cufp8.Linear, rng: np.random.Generator) -> None:
+    x = floats(rng, (8, layer.shape[1]))
     x *= np.float32([[1], [0], [2.0**-130], [2.0**90], [-1], [2.0**-60], [2.0**120], [2.0**-100]])
     check_layer(layer, x)
     assert_same_bits(layer(x)[1], layer.bias)
+
+
+@schemes
+def test_rows_of_zeros_and_of_every_size(rng: np.random.Generator, scheme: str) -> None:
+    check_rows_of_zeros_and_of_every_size(made(rng, scheme, 5, 64), rng)
 
 
 @schemes
@@ -525,15 +526,8 @@ def test_small_values(rng: np.random.Generator, scheme: str, x_dtype: str) -> No
 
 
 def by_every_row(layer: cufp8.Linear, x: Any, poison: Any) -> dict[str, Any]:
-    """What each row that can makes of x, in poisoned memory, and what the layer makes by itself."""
-    found, p = {"picked": layer(x)}, layer._product(len(x), x.dtype.name)
-    for row in KERNELS:
-        if row.linear and row.weight == layer._kind.name and can(row, layer._target, p):
-            out = poison((len(x), layer.shape[0]), layer.out_dtype or x.dtype.name, "cupy")
-            with choosing(layer, lambda target, p, row=row: row):
-                layer(x, out=out)
-            found[row.name] = out
-    return found
+    """The same for the values of x, which is what rows multiply."""
+    return test_block_linear.by_every_row(layer, x, poison, layer._product(len(x), x.dtype.name))
 
 
 @pytest.mark.gpu
@@ -603,10 +597,7 @@ def test_the_steps_of_global_scales_on_the_gpu(rng: np.random.Generator, input_s
 @pytest.mark.gpu
 @schemes
 def test_rows_of_zeros_and_of_every_size_on_the_gpu(rng: np.random.Generator, scheme: str) -> None:
-    layer, x = there(rng, scheme, 5, 64), floats(rng, (8, 64))
-    x *= np.float32([[1], [0], [2.0**-130], [2.0**90], [-1], [2.0**-60], [2.0**120], [2.0**-100]])
-    check_layer(layer, x)
-    assert_same_bits(layer(x)[1], layer.bias)
+    check_rows_of_zeros_and_of_every_size(there(rng, scheme, 5, 64), rng)
     # Of one row, too: what is far below its largest value counts where the weight is 0 elsewhere.
     w = floats(rng, (5, 96))
     w[:, :64] = 0
@@ -653,17 +644,7 @@ def test_nan_and_inf_poison_their_own_row_on_the_gpu(
 @x_dtypes
 @schemes
 def test_strides_on_the_gpu(rng: np.random.Generator, scheme: str, x_dtype: str) -> None:
-    import cupy
-
-    with Cases() as cases:
-        for layout, (_, view) in LAYOUTS.items():
-            base, x = laid_out(rng, layout, x_dtype)
-            layer, on_gpu = there(rng, scheme, 65, x.shape[-1]), cupy.asarray(base)
-            with cases(layout):
-                want = layer(cupy.asarray(np.ascontiguousarray(x)))
-                assert_same_bits(layer(view(on_gpu, cupy)), want)
-                assert_same_bits(layer(view(on_gpu, cupy)), want, "again")
-                assert_same_bits(on_gpu, base, "x was written")
+    check_strides(rng, x_dtype, lambda k: there(rng, scheme, 65, k), lambda layer, x: layer(x))
 
 
 @pytest.mark.gpu

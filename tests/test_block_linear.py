@@ -352,10 +352,10 @@ def can(row: Kernel, target: Target, p: Problem) -> bool:
     }[row_of(row)]
 
 
-def by_every_row(layer: cufp8.Linear, x: Any, poison: Callable[..., Any]) -> dict[str, Any]:
-    """What each row that can makes of x, in poisoned memory, and what the layer makes by itself."""
+def by_every_row(layer: cufp8.Linear, x: Any, poison: Callable[..., Any], p: Problem | None = None) -> dict[str, Any]:
+    """What each row that can makes of x, in poisoned memory, and what the layer makes by itself; p: if not of x."""
     found = {"picked": layer(x)}
-    p = layer._problem(len(x), x.dtype.name, layer.shape[1] * x.itemsize % 16 == 0)
+    p = p or layer._problem(len(x), x.dtype.name, layer.shape[1] * x.itemsize % 16 == 0)
     for row in KERNELS:
         if row.linear and row.weight == layer._kind.name and can(row, layer._target, p):
             out = poison((len(x), layer.shape[0]), layer.out_dtype or x.dtype.name, "cupy")

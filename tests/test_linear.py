@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+from conftest import skip_for_other_arch
 from test_interop import Foreign, cpu_array, gpu_jax, gpu_torch
 
 import cufp8
@@ -1469,7 +1470,7 @@ def launched(layers: list[cufp8.Linear], way: Way | AsyncWay) -> Iterator[None]:
 def needs(name: str) -> None:
     arch = kernels.arch_of(runtime.target(0).arch)
     if not any(row.entries(arch) for row in LINEAR if row.source == f"{name}.cu"):
-        pytest.skip(f"this GPU has no {name}")
+        skip_for_other_arch(name)
 
 
 def tile_shapes(tokens: int) -> list[tuple[int, int, int]]:

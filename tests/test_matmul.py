@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference
+from conftest import skip_for_other_arch
 
 import cufp8
 from cufp8 import kernels, matmul, runtime
@@ -399,10 +400,10 @@ def rows_here() -> tuple[str, ...]:
 def need(name: str | None, entry: str | None = None) -> None:
     """Skip the test where the GPU has no kernel of that name, or not that entry of it."""
     if name is not None and name not in rows_here():
-        pytest.skip(f"this GPU has no {name}")
+        skip_for_other_arch(name)
     arch = kernels.arch_of(runtime.target().arch)
     if entry is not None and entry not in runtime.row(f"{name}_e4m3_e4m3").entries(arch):
-        pytest.skip(f"this GPU has no {entry}")
+        skip_for_other_arch(entry)
 
 
 def most_streamed() -> int:

@@ -744,22 +744,29 @@ def test_each_kernel_once(rng: np.random.Generator, poison: Any, scheme: str, x_
         assert_same_bits(out, two_steps(layer, x), (m, n, k))
 
 
-@pytest.mark.gpu
-@x_dtypes
-@schemes
-def test_strides_on_the_gpu(rng: np.random.Generator, scheme: str, x_dtype: str) -> None:
+def check_strides(
+    rng: np.random.Generator, x_dtype: str, made: Callable[[int], cufp8.Linear], of_whole: Callable[..., Any]
+) -> None:
+    """Every layout of x gives the bits of `of_whole(layer, x in one piece)`; made: a layer of so many inputs."""
     import cupy
 
     with Cases() as cases:
         for layout, (_, view) in LAYOUTS.items():
             base, x = laid_out(rng, layout, x_dtype)
-            layer, on_gpu = there(rng, scheme, 65, x.shape[-1]), cupy.asarray(base)
+            layer, on_gpu = made(x.shape[-1]), cupy.asarray(base)
             with cases(layout):
                 seen = view(on_gpu, cupy)
-                want = two_steps(layer, cupy.asarray(np.ascontiguousarray(x)))
+                want = of_whole(layer, cupy.asarray(np.ascontiguousarray(x)))
                 assert_same_bits(layer(seen), want)
                 assert_same_bits(layer(seen), want, "again")
                 assert_same_bits(on_gpu, base, "x was written")
+
+
+@pytest.mark.gpu
+@x_dtypes
+@schemes
+def test_strides_on_the_gpu(rng: np.random.Generator, scheme: str, x_dtype: str) -> None:
+    check_strides(rng, x_dtype, lambda k: there(rng, scheme, 65, k), two_steps)
 
 
 @pytest.mark.gpu
